@@ -1,8 +1,8 @@
 # Every target works on a fresh clone with Python 3.11 or newer, pip, make and a C compiler; the first one installs into .venv.
 
 VENV := .venv
-SOURCES := src:packages/ir/src:packages/ops/src:packages/capture/src:packages/compiler/src:packages/simulator/src:packages/runtime/src:packages/report/src:packages/autotune/src:packages/interop/src
-PACKAGES := piper piper_ir piper_ops piper_capture piper_compiler piper_simulator piper_runtime piper_report piper_autotune piper_interop
+SOURCES := src:packages/ir/src:packages/ops/src:packages/capture/src:packages/compiler/src:packages/simulator/src:packages/runtime/src:packages/report/src:packages/autotune/src:packages/interop/src:packages/traces/src
+PACKAGES := piper piper_ir piper_ops piper_capture piper_compiler piper_simulator piper_runtime piper_report piper_autotune piper_interop piper_traces
 PY := $(VENV)/bin/python
 BIN := $(VENV)/bin
 MANIFESTS := constraints.txt pyproject.toml VERSION
@@ -24,7 +24,7 @@ PIP_FAILED := { echo "make: pip could not install the above; nothing is lost, th
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run check test test-long bench gpu-check gallery docs mutants zoo interop clean FORCE
+.PHONY: help install run check test test-long bench gpu-check gallery docs mutants zoo interop hosts clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -69,6 +69,9 @@ zoo: $(INSTALLED) ## train public models on two stages beside plain PyTorch: the
 
 interop: $(INSTALLED) ## let the parsers of torchtitan and other systems judge imports and exports (packages, some minutes)
 	$(PY) -m tests.interop.run $(ARGS)
+
+hosts: $(INSTALLED) ## train on machines that fail: network namespaces (root, iproute2), a Slurm of one node (slurmctld, slurmd, munge)
+	$(PY) -m pytest -m "" -ra --durations=10 tests/hosts $(ARGS)
 
 clean: ## remove .venv, caches and build leftovers
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -40,7 +40,13 @@ def rows(quick: bool) -> Iterator[Row]:
     torch.set_num_threads(1)
     count = LARGE.rows * LARGE.microbatches
     sizes = GPTConfig(
-        LARGE.layers, LARGE.width, LARGE.heads, VOCAB, LARGE.context, tied=False, dropout=0.1
+        layers=LARGE.layers,
+        width=LARGE.width,
+        heads=LARGE.heads,
+        vocab=VOCAB,
+        length=LARGE.context,
+        tied=False,
+        dropout=0.1,
     )
     timed = _Timed(count)
     job = piper.Job(sizes.build, timed, loss, adamw, global_batch=count)

@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers, which do not 
     from piper_compiler import split_backward as split_backward
     from piper_compiler import stream as stream
     from piper_compiler import synthetic as synthetic
+    from piper_compiler import tile_loss as tile_loss
     from piper_compiler import write_schedule_csv as write_schedule_csv
     from piper_ir.ground.errors import DirectiveError as DirectiveError
     from piper_ir.ground.errors import PiperError as PiperError
@@ -117,6 +118,7 @@ _HOME = {
     "order": "piper_compiler",
     "overlap": "piper_compiler",
     "stream": "piper_compiler",
+    "tile_loss": "piper_compiler",
     "recipes": "piper_compiler",
     "directive": "piper_compiler",
     "site_field": "piper_compiler",

@@ -8,6 +8,7 @@ from benchmarks import step_model, step_time
 from piper_ir.program.ops import Collective
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", step_time.SHARDED)
 def test_the_plans_beside_fsdp2_share_all_states(kind: str) -> None:
     gathers = {}

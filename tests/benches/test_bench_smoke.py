@@ -70,6 +70,7 @@ BY_HAND = {"compare_trees", "exchanges", "gathers", "gpu_check", "plan_keys"}
 """Programs of their own; tests of their numbers or tables import the parts that they need."""
 
 
+@pytest.mark.long
 def test_every_module_is_reached_by_a_section_or_is_a_program() -> None:
     """Look in a process of its own, in which the imports of other tests do not count."""
     sections = {f"benchmarks.{of.partition(':')[0]}" for of in run.SECTIONS.values()}
@@ -195,6 +196,7 @@ def test_growth_per_doubling() -> None:
     assert scale.per_doubling(10, 40, 1.0, 9.0) == pytest.approx(3)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", [*step_sides.PIPELINES, step_sides.DATA_PARALLEL])
 def test_both_sides_of_a_comparison_cut_the_model_alike(kind: str) -> None:
     pipeline = step_sides.PIPELINES.get(kind)

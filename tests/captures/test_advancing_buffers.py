@@ -96,6 +96,7 @@ def test_spectral_norm_is_named_at_compile_and_verify_says_what_it_equals() -> N
     )
 
 
+@pytest.mark.long
 def test_with_one_microbatch_nothing_is_said() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", PiperWarning)

@@ -196,7 +196,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "scores of flex_attention": parts(flexible),
     "blocks of flex_attention": parts(masked_blocks),
 }
-QUICK = "encoder"
+QUICK = "sinks"
 
 
 @pytest.mark.long
@@ -214,6 +214,7 @@ def test_shared_attention_is_computed_whole_where_it_must_be(name: str) -> None:
     assert report.equal, report.text()
 
 
+@pytest.mark.long
 def test_negative_control_attention_with_another_scale_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -227,6 +228,7 @@ def test_negative_control_attention_with_another_scale_is_seen(
     assert not report.equal and "NOT what one device computes" in report.text()
 
 
+@pytest.mark.long
 def test_negative_control_attention_without_its_dropout_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -186,7 +186,8 @@ def test_equal_to_one_device(name: str, mixed: tuple[piper.Compiled, list[str]])
 
 
 @pytest.mark.filterwarnings("ignore::piper_ir.ground.errors.PiperWarning")
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("shared", [True, False])
 def test_gradients_in_forward_and_ctc(shared: bool) -> None:
     """Parameters are there for the gradients that a forward asks for, and are freed after it where ranks share them."""
     strategy = replace(
@@ -199,6 +200,7 @@ def test_gradients_in_forward_and_ctc(shared: bool) -> None:
     assert any("(Aligned): opaque" in one and "an operator makes inside" in one for one in said)
 
 
+@pytest.mark.long
 def test_each_is_said_with_module_line_cause_and_cost(
     mixed: tuple[piper.Compiled, list[str]],
 ) -> None:
@@ -258,6 +260,7 @@ def test_memory_is_that_of_the_plan(kind: Callable[[], nn.Module]) -> None:
     assert run.memory[0].peak == pytest.approx(role.peak_bytes, rel=0.05)
 
 
+@pytest.mark.long
 def test_gradients_of_parameters_that_no_row_reached_are_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -144,7 +144,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_callable_whose_content_changes_is_captured_again(
     way: Callable[[], tuple[Callable[[], Any], Callable[[int], None]]],
@@ -175,6 +175,7 @@ def test_a_sweep_over_depth_trains_the_depth_that_it_asks_for() -> None:
     assert len(set(losses.values())) == 3
 
 
+@pytest.mark.long
 def test_what_computes_otherwise_with_equal_shapes_is_captured_again() -> None:
     scale = 1.0
     trained = job(lambda: Net(2, scale))
@@ -184,6 +185,7 @@ def test_what_computes_otherwise_with_equal_shapes_is_captured_again() -> None:
     assert first != second
 
 
+@pytest.mark.long
 def test_another_loss_or_class_of_the_same_name_is_captured_again(counted: Mock) -> None:
     power = 2
 
@@ -222,6 +224,7 @@ def test_the_same_content_is_captured_once(counted: Mock) -> None:
     assert len(capturing._CAPTURES) == 1
 
 
+@pytest.mark.long
 def test_other_data_of_the_same_shapes_is_the_same_capture_and_other_shapes_are_not(
     counted: Mock,
 ) -> None:

@@ -88,7 +88,7 @@ REFUSED: list[tuple[Context, str]] = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("context", "says"), REFUSED)
 def test_a_mode_that_changes_traces_is_refused_by_name(context: Context, says: str) -> None:
     """It is refused where a capture is kept as well, and where it would be traced for other rows only."""
@@ -176,7 +176,7 @@ def texts(trained: piper.Job) -> tuple[Any, ...]:
     return captured.program, captured.bind(1), sources
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.long
 @pytest.mark.parametrize("context", SAME)
 def test_a_mode_that_is_not_counted_changes_no_capture(
     context: Context, recwarn: pytest.WarningsRecorder
@@ -208,6 +208,7 @@ def test_a_setting_that_is_counted_gives_another_key(
     assert capturing.capture_key(trained) == before
 
 
+@pytest.mark.long
 def test_a_capture_that_does_not_hold_at_some_rows_is_not_used_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -70,6 +70,7 @@ def trained(model: Callable[[], nn.Module]) -> list[float]:
     return losses
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", [ByPath, lambda: ByPath(), ByAttribute])
 def test_a_gradient_that_is_registered_anew_is_captured_again(
     model: Callable[[], nn.Module],
@@ -82,6 +83,7 @@ def test_a_gradient_that_is_registered_anew_is_captured_again(
     assert verify_strategy(job(model), ONE).equal
 
 
+@pytest.mark.long
 def test_what_a_gradient_reads_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     registered(0.0, lambda ctx, grad: grad * FACTOR)
     before = trained(ByPath)

@@ -102,7 +102,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_model_that_is_made_otherwise_is_captured_again(
     way: Callable[[], tuple[Callable[[], Any], Callable[[int], None]]],
@@ -146,7 +146,7 @@ def of_a_file() -> Callable[[], Any]:
 SCALE = 1.0
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "model",
     [lambda: Scaled(of_the_environment), lambda: Scaled(of_a_module_by_its_name), of_a_file()],

@@ -172,6 +172,7 @@ def test_equal_to_one_device_with_the_memory_of_the_plan() -> None:
     )
 
 
+@pytest.mark.long
 def test_checkpoint_sequential() -> None:
     strategy = piper.Strategy(piper.Mesh(), (piper.split(where(), microbatches=2),))
     report = verify_strategy(job(InARow, InARow), strategy, steps=1)

@@ -127,7 +127,7 @@ JOBS = {
 }
 
 
-QUICK = ("rotary", "a resolved conjugate")
+QUICK = ("rotary",)
 """The cases that run in every test run; the others are long."""
 
 

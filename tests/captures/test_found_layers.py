@@ -53,7 +53,7 @@ QUICK = ("sequential with dropout", "stages of stages", "reused with dropout")
 """The cases that run in every test run; the others are long."""
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in FOUND]
 )
@@ -77,6 +77,7 @@ def test_lists_stay_what_they_were() -> None:
     )
 
 
+@pytest.mark.long
 def test_the_usual_layers_are_assembled_only_where_they_are_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -95,6 +96,7 @@ def test_the_usual_layers_are_assembled_only_where_they_are_asked_for(
     assert made.call_count > calls
 
 
+@pytest.mark.long
 def test_a_strategy_that_asks_for_no_layers_cuts_at_none() -> None:
     plain = piper.compile(
         job(FOUND["dict"][0]), piper.Strategy(piper.Mesh(dp=2), piper.recipes.data_parallel())
@@ -157,6 +159,7 @@ def test_a_model_without_a_chain_is_refused_with_the_way_out() -> None:
         piper.compile(alone, pipelined())
 
 
+@pytest.mark.long
 def test_a_chain_that_is_too_short_is_said() -> None:
     with pytest.raises(
         DirectiveError,
@@ -201,6 +204,7 @@ def interleaved(**more: object) -> piper.Strategy:
     )  # type: ignore[arg-type]  # as given
 
 
+@pytest.mark.long
 def test_two_layers_make_four_chunks_of_an_interleaved_schedule() -> None:
     two = job(lambda: Listed(2))
     assert stages_of(piper.compile(two, interleaved(units="all"))) == {

@@ -73,7 +73,9 @@ def adapted_together(linear: nn.Linear, x: Tensor) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore::piper_ir.ground.errors.PiperWarning")
 @pytest.mark.parametrize(
-    "steps", [(marked, marked), (energy, energy, adapted, marked)], ids=["marked", "asked for"]
+    "steps",
+    [(marked, marked), pytest.param((energy, energy, adapted, marked), marks=pytest.mark.long)],
+    ids=["marked", "asked for"],
 )
 def test_equal_to_one_device(steps: tuple[Step, ...]) -> None:
     report = verify_strategy(job(lambda: Net(*steps)), BOTH, steps=2)

@@ -95,6 +95,7 @@ def job(model: type[nn.Module]) -> piper.Job:
     return piper.Job(model, batch, F.mse_loss, sgd, global_batch=12)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", [Features, Held, Clamped])
 def test_equal_to_one_device(model: type[nn.Module]) -> None:
     """A plan gives each microbatch its share of the loss, as `(loss / microbatches).backward()` does."""

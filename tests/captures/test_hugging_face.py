@@ -263,7 +263,7 @@ def test_negative_control_another_order_of_the_parts_is_seen(tmp_path: Path) -> 
     }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["GPT-2", "Phi-3", "Mixtral"])
 def test_published_weights_train_as_on_one_device(name: str, tmp_path: Path) -> None:
     """The judge reads the folder and applies the renames by code of its own."""

@@ -131,6 +131,7 @@ def test_another_process_traces_nothing(folder: Path) -> None:
     assert said(refuse=True) == first == str(losses(piper.compile(job(PLAIN), SPLIT)))
 
 
+@pytest.mark.long
 def test_a_kept_capture_gives_its_warnings_again(counted: Mock, again: Callable[[], None]) -> None:
     """Every compile warns, in the same process and in another one that reads the kept file."""
     for begin in (list, list, again):
@@ -141,6 +142,7 @@ def test_a_kept_capture_gives_its_warnings_again(counted: Mock, again: Callable[
     assert counted.call_count == 1
 
 
+@pytest.mark.long
 def test_what_was_asked_for_later_is_kept_too(
     counted: Mock, again: Callable[[], None], folder: Path
 ) -> None:
@@ -175,6 +177,7 @@ def test_experts_that_are_shared_in_another_way_come_from_what_is_kept(folder: P
         assert done.stdout == f"{ep} ranks\n", done.stderr
 
 
+@pytest.mark.long
 def test_what_a_file_does_not_hold_is_captured(counted: Mock, again: Callable[[], None]) -> None:
     piper.compile(job(PLAIN), SPLIT)
     again()
@@ -219,6 +222,7 @@ def test_another_model_or_version_is_captured(
     assert counted.call_count == 3
 
 
+@pytest.mark.long
 def test_a_function_on_another_line_is_captured(counted: Mock, again: Callable[[], None]) -> None:
     """Messages and the code of steps name the user's lines."""
     source = "class Moved(Net):\n    def forward(self, x):\n        return super().forward(x)\n"
@@ -247,6 +251,7 @@ def test_a_broken_file_is_replaced(counted: Mock, again: Callable[[], None], fol
     assert files(folder) == [file]
 
 
+@pytest.mark.long
 def test_a_folder_that_can_only_be_read_is_read(
     counted: Mock, again: Callable[[], None], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,6 +270,7 @@ def test_a_folder_that_can_only_be_read_is_read(
     assert len(files(folder)) == 1
 
 
+@pytest.mark.long
 def test_a_full_disk_leaves_no_half_of_a_file(
     counted: Mock, again: Callable[[], None], folder: Path
 ) -> None:
@@ -322,6 +328,7 @@ def test_what_changed_since_it_was_read_is_not_captured_in_its_place(
         restored.code.trace(restored.program.chunks[0].code, 7)
 
 
+@pytest.mark.long
 def test_another_version_of_an_installed_package_is_captured(
     counted: Mock, again: Callable[[], None], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,6 +393,7 @@ def test_the_folder_is_the_users_own_for_caches(
     assert not (tmp_path / "~").exists()
 
 
+@pytest.mark.long
 def test_the_oldest_files_go(
     counted: Mock, again: Callable[[], None], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,7 @@ class Net(nn.Module):
         return x
 
 
+@pytest.mark.long
 def test_equal_to_one_device() -> None:
     report = verify_strategy(job(Net), STRATEGY, steps=2)
     assert report.equal, report.text()

@@ -63,6 +63,7 @@ def rounded(count: int, digits: str) -> str:
     return f"{count / 1e9:.{len(digits.partition('.')[2])}f}"
 
 
+@pytest.mark.long
 @each_case("name", models.PRESETS)
 def test_a_preset_has_as_many_parameters_as_was_published(name: str) -> None:
     assert rounded(models.parameter_count(models.preset(name)), PUBLISHED[name]) == PUBLISHED[name]
@@ -146,7 +147,7 @@ def test_a_preset_is_simulated_without_a_device() -> None:
 
 def test_jobs_of_equal_sizes_share_a_capture() -> None:
     first, second = (
-        models.job(replace(SMALL["llama"]), global_batch=n, precision="float64") for n in (4, 8)
+        models.job(replace(SMALL["gpt"]), global_batch=n, precision="float64") for n in (4, 8)
     )
     assert first.model is second.model or first.model == second.model
     assert piper.compile(first, one()).code is piper.compile(second, one()).code
@@ -204,6 +205,7 @@ def test_experts_are_what_loops_over_tokens_compute(factor: float, drops: bool) 
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("width", "heads"),
     [

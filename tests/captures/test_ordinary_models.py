@@ -117,8 +117,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.sampled(7)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n != "transformer")) for n in MODELS]
+)
 @pytest.mark.filterwarnings("ignore:sdpa_kernel:piper_ir.ground.errors.PiperWarning")
 def test_equal_to_one_device(name: str) -> None:
     report = verify_strategy(job(MODELS[name]), SPLIT)

@@ -148,6 +148,7 @@ def test_a_mask_is_cut_along_its_queries(kind: str, attention: str) -> None:
     assert mask == (LENGTH if whole else LENGTH // 2, LENGTH)
 
 
+@pytest.mark.long
 def test_a_ring_refuses_a_mask() -> None:
     with pytest.raises(
         DirectiveError,
@@ -161,7 +162,8 @@ def test_a_ring_refuses_a_mask() -> None:
         )
 
 
-@pytest.mark.parametrize("kind", ["tril", "learned"])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [pytest.param("tril", marks=pytest.mark.long), "learned"])
 def test_sequence_parallelism_sees_a_mask_alike(kind: str) -> None:
     assert_right(MASKED[kind], Mesh(tp=2), piper.shard(where(), stream="tokens"), HALF)
 
@@ -184,6 +186,7 @@ def test_a_term_that_another_stage_reads_is_summed_up_there(recipe: Any) -> None
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mended", [pytest.param("sum", marks=pytest.mark.long), "mask"])
 def test_what_does_not_fit_is_no_plan(mended: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the two above, compile says so itself: neither a simulation nor a search scores what cannot run."""

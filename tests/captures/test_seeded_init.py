@@ -204,6 +204,7 @@ def test_a_rank_makes_one_parameter_at_a_time() -> None:
     assert held.peak >= 8 * largest
 
 
+@pytest.mark.long
 def test_a_seeded_job_trains_as_one_device_does() -> None:
     """It does so in this process, in processes, and by `piper verify`."""
     job = seeded_job("gpt")

@@ -18,6 +18,7 @@ def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
     return x, -x
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_tensors_of_one_storage_equal_one_device(name: str) -> None:
     job = piper.Job(

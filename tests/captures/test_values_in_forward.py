@@ -57,6 +57,7 @@ class Stacked(nn.Module):
         return x
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::piper_ir.ground.errors.PiperWarning")
 def test_the_part_around_one_that_returns_numbers_runs_as_it_was_written() -> None:
     notes = piper.compile(job(Stacked), ONE).notes

@@ -194,6 +194,7 @@ def test_floating_numbers_are_cast_to_the_dtype_of_the_job(tmp_path: Path) -> No
     assert all(torch.equal(t, wide[n].bfloat16()) for n, t in narrow.items())
 
 
+@pytest.mark.long
 def test_the_state_dict_of_a_run_from_files_is_whole(tmp_path: Path) -> None:
     state = state_of("frozen")
     path = write_safetensors(tmp_path / "x.safetensors", state)

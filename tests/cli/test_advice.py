@@ -433,6 +433,7 @@ def test_where_nothing_equals_the_model_the_message_says_that_too() -> None:
     assert "Make it once, by create_block_mask in the constructor" in only_named(_flex)
 
 
+@pytest.mark.long
 def test_every_refusal_of_an_operator_is_in_the_table() -> None:
     """What messages of rows say of an operator is the reason of its refusal.
 

@@ -8,13 +8,13 @@ import re
 from collections.abc import Iterator
 
 import piper
-from tests.cli.test_advice import ROOT
+from tests.helpers.source_tree import ROOT, parsed
 
 
 def texts() -> Iterator[tuple[str, str]]:
     """(place, text) of every text in the code that is not a docstring; a formatted text without what is filled in."""
     for file in sorted([*ROOT.glob("src/**/*.py"), *ROOT.glob("packages/*/src/**/*.py")]):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        tree = parsed(file)
         documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
             if (

@@ -65,19 +65,29 @@ def test_costs_are_numbers(value: str, tmp_path: Path) -> None:
         load_costs(path)
 
 
-@each_case("name", ["value", "chunk", "channel"])
-def test_a_plan_that_names_what_it_lacks(name: str, tmp_path: Path) -> None:
+@each_case(
+    ("damage", "said"),
+    [
+        ("value", "there is no value ghost in the plan"),
+        ("chunk", "there is no chunk ghost in the plan"),
+        ("channel", "there is no channel ghost in the plan"),
+        ("wait", "it waits for 7 instructions of compute"),
+        ("peak", "the plan states a peak of bytes"),
+    ],
+)
+def test_a_damaged_plan(damage: str, said: str, tmp_path: Path) -> None:
     document = json.loads(dumps(good_plan()))
-    load, forward = document["roles"][0]["program"][0]["parts"]
-    if name == "value":
+    role = document["roles"][0]
+    load, forward = role["program"][0]["parts"]
+    if damage == "value":
         forward["reads"] = ["ghost"]
-    elif name == "chunk":
+    elif damage == "chunk":
         forward["op"]["chunk"] = "ghost"
-    else:
+    elif damage == "channel":
         load["op"] = {"is": "Recv", "channel": "ghost"}
+    elif damage == "wait":
+        role["program"][0]["waits"] = [["compute", 7]]
+    else:
+        role["peak_bytes"] += 1
     (tmp_path / "plan.json").write_text(json.dumps(document))
-    fails(
-        command("report", tmp_path),
-        "plan.json: the plan is not valid",
-        f"there is no {name} ghost in the plan",
-    )
+    fails(command("report", tmp_path), "plan.json: the plan is not valid", said)

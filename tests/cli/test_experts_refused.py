@@ -129,6 +129,7 @@ def test_experts_of_any_form_are_one_device(kind: str) -> None:
     parity.assert_parity(found, expected)
 
 
+@pytest.mark.long
 def test_experts_of_one_layer_alone() -> None:
     """The other layer's are whole on every device, and replicas along ep, too."""
     made = compiled("", selection=where(layer=0, experts=ANY))

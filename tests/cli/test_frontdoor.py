@@ -65,6 +65,7 @@ def test_a_hundred_strategies_are_one_capture(monkeypatch: pytest.MonkeyPatch) -
     assert counted.call_count == 1
 
 
+@pytest.mark.long
 def test_another_precision_is_another_capture() -> None:
     wide = replace(job(), precision=piper.Precision(params="float64"))
     strategy = strategies()[0]

@@ -259,9 +259,7 @@ def test_devices_along_an_axis_without_shard_have_nothing_to_do() -> None:
 @pytest.mark.parametrize(
     ("axis", "stream"),
     [
-        pytest.param(
-            axis, stream, marks=[pytest.mark.long] * (axis + stream not in ("cp", "cptokens", "pp"))
-        )
+        pytest.param(axis, stream, marks=[pytest.mark.long] * (axis + stream != "cptokens"))
         for axis in ("cp", "ep", "dp", "rep", "pp")
         for stream in ("", "tokens")
     ],

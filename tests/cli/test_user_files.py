@@ -125,6 +125,7 @@ def test_an_op_that_is_not_registered_has_no_cost() -> None:
         piper.op_cost("own_op::none", flops=lambda call: 0)
 
 
+@pytest.mark.long
 def test_costs_are_what_is_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = runpy.run_path(str(EXAMPLES / "own_cost.py"))

@@ -169,6 +169,14 @@ def masks_of_their_own(c: Composition) -> Judged | None:
         return _judged(c) if c.model == "gpt_dropout" and c.tp > 1 else None
 
 
+def parts_drawn_as_wholes(c: Composition) -> Judged | None:
+    """A sharer of a dropout draws the first numbers for its part, not those of its elements."""
+    if c.model != "gpt_dropout" or not (c.stream or c.cp > 1):
+        return None
+    with _rewritten(c), patch.object(local._Builder, "_drawn", lambda *_: ()):
+        return _judged(c)
+
+
 def losses_of_all_sharers(c: Composition) -> Judged | None:
     """The loss of each sharer counts."""
     right = rank_state.RankState.record
@@ -221,6 +229,6 @@ def _of_tokens(name: str) -> JobFault:
 
 SHARERS: tuple[JobFault, ...] = (
     bias_before_the_sum, next_part_of_parameters, next_place_in_code, sum_left_out,
-    keys_not_summed, block_of_the_next, gathered_in_another_order, masks_of_their_own, losses_of_all_sharers,
-    saved_ranges_shifted, *map(_of_tokens, ring_faults.FAULTS),
+    keys_not_summed, block_of_the_next, gathered_in_another_order, masks_of_their_own, parts_drawn_as_wholes,
+    losses_of_all_sharers, saved_ranges_shifted, *map(_of_tokens, ring_faults.FAULTS),
 )  # fmt: skip

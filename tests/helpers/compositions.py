@@ -27,6 +27,7 @@ from piper_compiler import (
     shard,
     split,
     stream,
+    tile_loss,
 )
 from piper_compiler.directives import chunk_layers, layers_of, stage_of_layers
 from piper_ir.ground.mesh import Mesh
@@ -113,9 +114,11 @@ class Composition:
     order, W stands anywhere after its I ("random") or two tasks later. overlap: of three neighbours in an order two may
     be interleaved. rows: per microbatch and replica. bucket_mb: of gradients. shared_streams: all sends of a device on
     one stream, all receives on another. keep: the policy of recomputation of everything. rep: of `dp` replicas so many
-    keep the same each, where the others share states. tp: devices that share the work of each chunk; along its tokens
-    too with `stream`, where `gathered` keeps what the forward gathers. cp: devices that share the tokens, with this
-    `attention` in this `order`. ep: of `dp` replicas so many share experts."""
+    keep the same each, where the others share states. whole_mb: parameters of up to this size stay whole. tp: devices
+    that share the work of each chunk; along its tokens too with `stream`, where `gathered` keeps what the forward
+    gathers. cp: devices that share the tokens, with this `attention` in this `order`. ep: of `dp` replicas so many
+    share experts. tiles: of tokens, in which the loss is computed. overlap_states: whether
+    messages of buckets run beside compute."""
 
     model: str
     pp: int = 1
@@ -140,6 +143,8 @@ class Composition:
     resident_mb: float | str = 0
     reduced_mb: float | str = 0
     prefetch: int = 1
+    whole_mb: float = 0
+    overlap_states: bool = True
     keep: str = "all"
     rep: int = 1
     tp: int = 1
@@ -150,6 +155,7 @@ class Composition:
     order: Literal["", "zigzag", "blocks"] = ""
     ep: int = 1
     cut: bool = False
+    tiles: int = 1
     at: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -169,6 +175,7 @@ class Composition:
                 f"zero={self.zero}",
                 f"{self.resident_mb}/{self.reduced_mb}",
                 f"prefetch={self.prefetch}",
+                *[f"whole={self.whole_mb}"] * (self.whole_mb > 0),
             ]
         if self.tp > 1:
             shown += [
@@ -179,7 +186,9 @@ class Composition:
             ]
         if self.cp > 1:
             shown += [f"cp={self.cp}", self.attention, *[self.order] * bool(self.order)]
+        shown += ["no overlap of states"] * (not self.overlap_states)
         shown += [f"ep={self.ep}"] * (self.ep > 1)
+        shown += [f"tiles={self.tiles}"] * (self.tiles > 1)
         return "-".join(
             [self.model, *shown, *["overlap"] * self.overlap, *[self.keep] * (self.keep != "all")]
         )
@@ -247,12 +256,21 @@ def strategy_of(c: Composition) -> Strategy:
         shared = {state: ("dp",) for state in ("optim", "grads", "params")[: c.zero]}
         level = dict(over=("dp", "rep"), shard=shared) if c.rep > 1 else dict(zero=c.zero)
         sharing = dict(
-            resident_mb=c.resident_mb, reduced_mb=c.reduced_mb, prefetch=c.prefetch, **level
+            resident_mb=c.resident_mb,
+            reduced_mb=c.reduced_mb,
+            prefetch=c.prefetch,
+            whole_mb=c.whole_mb,
+            **level,
         )
     if c.ep > 1:
         sharing["over"] = ("dp", "ep")
-    data_parallel = (replicate(where(), bucket_mb=c.bucket_mb, **sharing),) if c.dp > 1 else ()
+    data_parallel: tuple[Any, ...] = ()
+    if c.dp > 1:
+        data_parallel = (
+            replicate(where(), bucket_mb=c.bucket_mb, overlap=c.overlap_states, **sharing),
+        )
     again = (recompute(where(), keep=c.keep),) if c.keep != "all" else ()
+    tiles = (tile_loss(c.tiles),) if c.tiles > 1 else ()
     axes = dict(dp=c.dp // c.rep, rep=c.rep) if c.rep > 1 else dict(dp=c.dp)
     axes = dict(dp=c.dp // c.ep, ep=c.ep) if c.ep > 1 else axes
     experts = recipes.expert_parallel() if c.ep > 1 else ()
@@ -266,7 +284,7 @@ def strategy_of(c: Composition) -> Strategy:
         )
     return Strategy(
         Mesh(pp=c.pp, tp=c.tp, cp=c.cp, **axes),
-        (sharers, _pipeline(c, program), data_parallel, again),
+        (sharers, tiles, _pipeline(c, program), data_parallel, again),
     )
 
 

@@ -52,6 +52,11 @@ DECODERS: dict[str, DecoderConfig] = {
         BASE, kv_heads=None, latent=LATENT, dense_layers=1,
         experts=replace(MIXTURE, number=8, groups=4, top_groups=2, score="sigmoid", scale=2.5, shared_hidden=12),
     ),
+    "GPT-OSS": replace(
+        BASE, attention="math", sinks=True, window=3, window_every=2, attention_bias="all", activation="quick_gelu",
+        experts=replace(MIXTURE, bias=True, clamp=0.05),
+    ),
+    "places and biases": replace(BASE, experts=replace(MIXTURE, bias=True, capacity_factor=1.0)),
     "experts without a gate": replace(BASE, gated=False, activation="squared_relu", experts=MIXTURE),
 }  # fmt: skip
 """Small decoders of the kinds that are published."""

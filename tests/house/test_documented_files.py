@@ -64,6 +64,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.long
 def test_the_files_train_what_one_device_trains(written: list[dict[str, Any]]) -> None:
     assert len(written) == 2
     for file in written:

@@ -97,7 +97,7 @@ OTHERS = [n for n in piper.recipes.RECIPES if n not in (*QUICK, "dualpipe")]
 SCHEDULES = [*QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_equals_gradient_accumulation(name: str) -> None:
     check(job(), recipe(name, 2, 4))

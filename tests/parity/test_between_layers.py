@@ -132,7 +132,7 @@ def sends(compiled: piper.Compiled) -> int:
     return sum(i.name.startswith("send") for role in compiled.plan.roles for i in role.program)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.long
 @pytest.mark.parametrize("name", BODIES)
 def test_one_tensor_and_its_gradient_cross_for_each_microbatch(name: str) -> None:
     work = job(lambda: Model(BODIES[name]))
@@ -143,7 +143,7 @@ def test_one_tensor_and_its_gradient_cross_for_each_microbatch(name: str) -> Non
     assert report.equal, report.text()
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     ["scattered", "projected_residual", "scaled_residual", "written_into_a_copy"],
@@ -178,6 +178,7 @@ class Again(nn.Module):
         return self.layers[0](x)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
 def test_a_block_that_runs_again_is_named_with_its_line_and_the_way_out_is_one(
     schedule: str,

@@ -115,13 +115,7 @@ def masked_job() -> piper.Job:
 
 def test_model_flops_do_not_depend_on_the_way() -> None:
     """They count all pairs of queries and keys, also those that causal attention leaves out."""
-    ways = [
-        [],
-        [TOKENS],
-        [RING],
-        [GATHER],
-        [piper.shard(where(), over="cp", index="tokens", attention="ring", order="blocks")],
-    ]
+    ways = [[], [RING], [GATHER]]
     found = {
         model_flops(compiled("few_kv_heads", Mesh(cp=4 if way else 1), way).plan, 8) for way in ways
     }
@@ -144,7 +138,7 @@ def test_gradients_of_all_weights_are_sums_over_tokens() -> None:
     assert {b.over for b in made.plan.buckets} == {("cp",)}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize(
     ("mesh", "shards", "over"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import piper
 import piper.models.mixture
@@ -253,6 +253,48 @@ def test_devices_share_the_hidden_units_of_a_replaced_loop() -> None:
     assert_trained(made, work)
 
 
+class BiasedExperts(nn.Module):
+    """GPT-OSS: biases, gate and up in turn, and a bound on both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = (
+            nn.Parameter(torch.randn(3, *s)) for s in ((4, 12), (6, 4))
+        )
+        self.gate_up_proj_bias, self.down_proj_bias = (
+            nn.Parameter(torch.randn(3, n)) for n in (12, 4)
+        )
+        self.has_bias = self.is_transposed = True
+
+    def _apply_gate(self, both: Tensor) -> Tensor:
+        gate, up = both[..., ::2].clamp(max=1.0), both[..., 1::2].clamp(-1.0, 1.0)
+        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+    def forward(self, x: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
+        made = self._apply_gate(
+            torch.einsum("nw,ewh->neh", x, self.gate_up_proj) + self.gate_up_proj_bias
+        )
+        each = torch.einsum("neh,ehw->new", made, self.down_proj) + self.down_proj_bias
+        return (
+            each * torch.zeros(len(x), 3, dtype=x.dtype).scatter(1, chosen, share)[..., None]
+        ).sum(1)
+
+
+def test_experts_with_biases_are_replaced() -> None:
+    module, x = BiasedExperts().double(), torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    share, chosen = torch.rand(5, 3, dtype=torch.float64).topk(2, -1)
+    leaves = (x, *module.parameters())
+    assert not replacements._not_gated(module)
+    found, expected = (
+        (y := run(module, x, chosen, share), *torch.autograd.grad(y.square().sum(), leaves))
+        for run in (replacements.gated_experts, BiasedExperts.forward)
+    )
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    module.down_proj_bias = nn.Parameter(torch.randn(3, 5))
+    assert "biases are not [experts, outputs]" in replacements._not_gated(module)
+
+
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget afterwards what a test registers, on which the captures of all later tests would depend."""
@@ -265,6 +307,7 @@ def with_replacement() -> Any:
     )
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("registry")
 def test_a_function_of_the_user_is_registered_by_name() -> None:
     """One that is registered anew is captured anew."""

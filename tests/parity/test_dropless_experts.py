@@ -207,6 +207,7 @@ COMPOSED: dict[str, tuple[Mesh, list[Any], dict[str, Any]]] = {
 LONG = ("recompute", "zero 3, two microbatches", "1f1b, zero 1", "a small bound", "a large bound")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.long] * (n in LONG)) for n in COMPOSED]
 )
@@ -235,22 +236,6 @@ def test_a_model_with_attention_whose_heads_are_shared(schedule: str) -> None:
         found, parity.reference(work, replicas=2, microbatches=made.plan.microbatches, steps=2)
     )
     assert not lies(made.plan, found.memory)
-
-
-def test_tokens_in_parts_are_refused() -> None:
-    shares = {
-        "tp": piper.shard(where(), stream="tokens"),
-        "cp": piper.shard(where(), over="cp", index="tokens"),
-    }
-    for axis, tokens in {
-        "tp": 'stream="tokens"',
-        "cp": r"shard\(index=\"tokens\", over='cp'\)",
-    }.items():
-        with pytest.raises(
-            DirectiveError,
-            match=rf"mixture whose experts devices share over ep; .*{tokens} shares them",
-        ):
-            compiled("2", Mesh((("ep", 2), (axis, 2))), shares[axis])
 
 
 def test_what_is_shared_of_a_dropless_mixture_is_called_experts() -> None:

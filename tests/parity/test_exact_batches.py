@@ -56,7 +56,11 @@ def still(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=0.0)
 
 
-@pytest.mark.parametrize("precision", [TWO_KINDS, Precision("bfloat16")], ids=["mixed", "bfloat16"])
+@pytest.mark.parametrize(
+    "precision",
+    [TWO_KINDS, pytest.param(Precision("bfloat16"), marks=pytest.mark.long)],
+    ids=["mixed", "bfloat16"],
+)
 def test_what_the_loss_reads_is_exact_and_its_bytes_are_planned(precision: Precision) -> None:
     job = Job(Identities, batch, masked, still, global_batch=ROWS, precision=precision)
     compiled = piper.compile(job, STAGES)
@@ -67,6 +71,35 @@ def test_what_the_loss_reads_is_exact_and_its_bytes_are_planned(precision: Preci
         TARGET - 1, rel=1e-6
     ), "the judge rounds a target"
     assert not lies(compiled.plan, dict(run.memory))
+
+
+class Labelled(Identities):
+    """A model with a loss of its own, which reads labels, or the inputs themselves if there are none."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        return nn.functional.l1_loss(super().forward(x), x if labels is None else labels)
+
+
+@pytest.mark.parametrize("rounded", [False, True], ids=["exact", "control"])
+@pytest.mark.parametrize(
+    ("labelled", "loss"), [(True, TARGET - 1), (False, TARGET - 1000)], ids=["labels", "inputs"]
+)
+def test_a_model_with_its_own_loss_compares_with_exact_numbers(
+    labelled: bool, loss: float, rounded: bool
+) -> None:
+    """The control has the labels that a cast of all inputs would make."""
+
+    def rows_of(step: int, rows: range) -> dict[str, Tensor]:
+        inputs, targets = batch(step, rows)
+        wanted = targets["wanted"]
+        wanted = wanted.bfloat16().float() if rounded else wanted
+        return {"x": inputs, "labels": wanted} if labelled else {"x": wanted}
+
+    job = Job(Labelled, rows_of, None, still, global_batch=ROWS, precision=TWO_KINDS)
+    run = piper.execute(piper.compile(job, STAGES), steps=1, launcher="inline", memory=False)
+    judged = parity.reference(job, microbatches=2, steps=1)
+    for found in (run.losses[0], judged.losses[0]):
+        assert (found == pytest.approx(loss, abs=1e-4)) is not rounded
 
 
 class Timed(nn.Module):
@@ -106,7 +139,10 @@ WHOLE = torch.arange(4 * 2 * 3, dtype=torch.float32).view(4, 2, 3)
 
 @pytest.mark.parametrize(
     ("inputs", "targets"),
-    [(WHOLE[..., :2], WHOLE[..., :2]), (WHOLE[..., :2], WHOLE[..., 1:])],
+    [
+        (WHOLE[..., :2], WHOLE[..., :2]),
+        pytest.param(WHOLE[..., :2], WHOLE[..., 1:], marks=pytest.mark.long),
+    ],
     ids=["one", "views"],
 )
 def test_a_batch_in_one_memory_that_forward_changes_is_refused(

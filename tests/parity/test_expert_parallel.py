@@ -17,6 +17,7 @@ from piper_ir.plan.plan import Plan
 from piper_ir.program.ops import Collective
 from piper_runtime import Job
 from tests.helpers import compositions, parity, shared_jobs
+from tests.helpers.cover import Product
 from tests.helpers.memory_judge import lies
 
 EXPERTS = piper.shard(
@@ -93,15 +94,24 @@ SCHEDULES: dict[str, tuple[Any, ...]] = {
 }
 
 
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "devices": ((2, 1), (2, 2), (4, 1), (4, 2)),
+    "schedule": tuple(SCHEDULES),
+    "zero": (0, 1, 3),
+    "again": (False, True),
+    "tp": (1, 2),
+}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("zero", [0, 1, 3])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("ep", "dp"), [(2, 1), (2, 2), (4, 1), (4, 2)])
-def test_every_composition_is_one_device(
-    ep: int, dp: int, schedule: str, zero: int, again: bool, tp: int
+@pytest.mark.parametrize(
+    ("devices", "schedule", "zero", "again", "tp"),
+    [tuple(row.values()) for row in Product(FACTORS, ()).pairwise()],
+)
+def test_every_two_of_these_are_one_device(
+    devices: tuple[int, int], schedule: str, zero: int, again: bool, tp: int
 ) -> None:
+    ep, dp = devices
     mesh = Mesh(pp=1 if schedule == "one stage" else 2, dp=dp, ep=ep, tp=tp)
     directives = [
         EXPERTS,

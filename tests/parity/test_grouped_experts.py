@@ -151,12 +151,14 @@ def test_model_flops_count_the_experts_that_a_token_visits(hugging: piper.Compil
     )
 
 
+@pytest.mark.long
 def test_grouped_products_of_torch_count_all_rows_once() -> None:
     made = compiled("torch")
     assert flops_of(made, "_grouped_mm", "F") == 4 * ROWS * TOKENS * TOP * WIDTH * INNER
     assert simulate(made.plan, "h100x8").summary()["without_formula"] == {}
 
 
+@pytest.mark.long
 def test_an_op_without_a_formula_is_named_with_its_share_of_the_bytes() -> None:
     made = compiled("unknown")
     found = simulate(made.plan, "h100x8")
@@ -174,6 +176,7 @@ def test_an_op_without_a_formula_is_named_with_its_share_of_the_bytes() -> None:
     json.dumps(found.summary())
 
 
+@pytest.mark.long
 def test_a_utilisation_above_all_is_not_left_without_a_word() -> None:
     made = compiled("unknown")
     plausible = simulate(made.plan, "h100x8")

@@ -49,6 +49,7 @@ def test_negative_control_the_tolerance_tells_float32_from_bfloat16() -> None:
     assert len(found) > len(other.trained)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["rmsprop", "adamw"])
 def test_gradients_that_are_cast_for_the_update_are_in_the_plan(optimizer: str) -> None:
     """Those of an optimizer that goes from parameter to parameter are as large as these, without the room between
@@ -172,7 +173,7 @@ def watched(seen: Callable[[int, Store], None]) -> Iterator[None]:
         Rank.binder = correct
 
 
-@pytest.mark.parametrize("c", CASES[:2], ids=str)
+@pytest.mark.parametrize("c", [CASES[0], pytest.param(CASES[1], marks=pytest.mark.long)], ids=str)
 def test_copies_are_the_rounded_masters_and_equal_on_all_ranks_after_every_step(
     c: Composition,
 ) -> None:
@@ -242,7 +243,7 @@ def ratios(name: str) -> list[float]:
     ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt", "llama", pytest.param("moe", marks=pytest.mark.long)])
 def test_gradients_of_bfloat16_are_as_good_as_torchs(name: str) -> None:
     assert median(ratios(name)) <= 1.05

@@ -63,6 +63,7 @@ def test_masters_are_shared_and_messages_have_the_dtype_of_what_they_carry(zero:
     assert dtypes == wanted | ({("reduced", "float32")} if zero >= 2 else set())
 
 
+@pytest.mark.long
 def test_the_levels_have_equal_bits_in_bfloat16() -> None:
     """Gradients of a step are reduced once, so that there is one order of sums."""
     runs: dict[int, Any] = {}

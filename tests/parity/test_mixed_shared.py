@@ -24,7 +24,7 @@ def test_negative_control_copies_that_are_not_written_are_seen() -> None:
     assert found and found[0].step == 1
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "c",
     [

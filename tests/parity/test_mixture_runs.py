@@ -258,6 +258,7 @@ def test_microbatches_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
     assert logged(*BIDIRECTIONAL) != alone()
 
 
+@pytest.mark.long
 def test_a_step_writes_them_down(tmp_path: Path) -> None:
     log = JsonLines(tmp_path)
     metrics = StepMetrics(0, 1.0, 0.1, None, 0.0, experts=alone()[0])
@@ -300,6 +301,7 @@ def test_counts_are_added_over_ranks_in_the_order_of_layers() -> None:
     assert counts_tokens("layers.3.expert_tokens") and not counts_tokens("expert_tokens.weight")
 
 
+@pytest.mark.long
 def test_devices_that_share_experts_count_their_own_rows() -> None:
     shared = (
         *recipes.expert_parallel(),

@@ -100,7 +100,7 @@ def moved(state: Any, dtype: str) -> dict[str, torch.Tensor]:
     return {n: state[n].double() - t.double() for n, t in start.items()}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.filterwarnings("ignore:torch's fused SGD")
 def test_parameters_move_as_in_plain_pytorch_in_the_memory_that_was_planned(name: str) -> None:
@@ -155,7 +155,7 @@ class Uneven(nn.Module):
             return self.last(hidden) * self.gain
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_stage_is_planned_with_the_temporaries_of_its_own_parameters(microbatches: int) -> None:
     uneven = replace(job(of(torch.optim.Adafactor), "float64"), model=Uneven)
     compiled = piper.compile(

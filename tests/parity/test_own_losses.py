@@ -37,7 +37,7 @@ def own(how: str, labels: str = "y") -> Any:
     return lambda o, t: OwnEntropy.apply(o.flatten(0, 1), t[labels].flatten(), how) * 1.0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("how", "kind"), [("sum", "total"), ("all", "mean")])
 @pytest.mark.parametrize("way", ["pp", "dp"])
 def test_a_function_of_a_user_is_tried_on_numbers(how: str, kind: str, way: str) -> None:

@@ -199,7 +199,10 @@ def test_what_a_declared_optimizer_keeps_and_holds_is_planned_to_the_byte(
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [({"pp": 2, "zero": 3}, {"pp": 1, "dp": 1}), ({"pp": 1, "dp": 1}, {"zero": 1})],
+    [
+        ({"pp": 2, "zero": 3}, {"pp": 1, "dp": 1}),
+        pytest.param({"pp": 1, "dp": 1}, {"zero": 1}, marks=pytest.mark.long),
+    ],
 )
 def test_a_declared_optimizer_resumes_under_another_strategy(
     before: dict[str, int], after: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

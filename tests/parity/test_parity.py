@@ -237,6 +237,7 @@ def test_equal_bits_is_a_claim_that_can_fail() -> None:
     assert not same_bits(compositions.run(base), other, range(1, parity.STEPS))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name", ["gpt", "gpt_dropout", "skip", "slices", "keywords", "frozen", "buffers", "in_place"]
 )

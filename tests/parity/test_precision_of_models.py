@@ -103,6 +103,7 @@ def halved(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return (0.5 * each.view(-1)).sum(), torch.ones_like(each).sum()
 
 
+@pytest.mark.long
 def test_what_a_model_makes_of_a_float32_loss_is_float32() -> None:
     """Where chunks are cut behind the loss, the next one reads it as it is."""
 
@@ -133,6 +134,7 @@ def test_what_a_model_makes_of_a_float32_loss_is_float32() -> None:
     assert run.losses[0] == pytest.approx(plain.losses[0], rel=1e-2)
 
 
+@pytest.mark.long
 def test_pairs_of_sum_and_weight_are_float32() -> None:
     chunks = plan_of(job(loss=halved)).chunks
     kinds = {(o.kind, o.spec.dtype) for c in chunks for o in c.outputs}
@@ -171,6 +173,7 @@ def test_kept_parameters_compute_in_their_own_dtype_and_share_no_bucket_with_oth
     assert all(b.mastered for b in plan.buckets if b is not kept)
 
 
+@pytest.mark.long
 def test_kept_parameters_train_as_in_a_plain_loop() -> None:
     """The model computes in float32 inside of float64, with one parameter that stays in float64."""
     work = job(
@@ -205,6 +208,7 @@ def test_a_state_dict_has_the_dtype_of_the_update_and_frozen_parameters_every_di
     assert not torch.equal(found["layers.0.weight"], found["layers.0.weight"].bfloat16().float())
 
 
+@pytest.mark.long
 def test_a_file_of_weights_is_not_rounded(tmp_path: Path) -> None:
     torch.manual_seed(1)
     state = Routed().state_dict()
@@ -217,6 +221,7 @@ def test_a_file_of_weights_is_not_rounded(tmp_path: Path) -> None:
     assert all(torch.equal(found[n], t) for n, t in state.items())
 
 
+@pytest.mark.long
 def test_another_precision_is_another_capture() -> None:
     kinds = [BF16, KEPT, Precision(params="bfloat16"), Precision()]
     assert len({id(captured_job(job(p))) for p in kinds}) == len(kinds)
@@ -263,7 +268,7 @@ def test_what_is_refused_by_name(name: str) -> None:
         make()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize("size", ["gpt", "moe"])
 def test_jobs_of_models_compute_in_bfloat16_and_update_in_float32(size: str) -> None:
     config = {

@@ -160,12 +160,12 @@ def different(report: VerificationReport) -> set[str]:
 _NAMES = [*FACTORIES, *FUNCTIONS]
 EACH = pytest.mark.parametrize(
     "draws",
-    [{n: {**FACTORIES, **FUNCTIONS}[n] for n in _NAMES[k::4]} for k in range(4)],
-    ids=_NAMES[:4],
+    [{n: {**FACTORIES, **FUNCTIONS}[n] for n in _NAMES[k::8]} for k in range(8)],
+    ids=_NAMES[:8],
 )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @EACH
 def test_each_function_draws_what_plain_pytorch_draws(
     draws: dict[str, Callable[[Tensor], Tensor]],
@@ -284,6 +284,7 @@ def test_torchs_own_numbers_are_those_of_the_same_microbatches() -> None:
     assert report.equal and report.equal_whole_batch is None
 
 
+@pytest.mark.long
 def test_numbers_are_drawn_where_a_module_runs() -> None:
     assert not drawn(Elsewhere).differences
 
@@ -311,6 +312,7 @@ class Choosing(nn.Module):
         return x
 
 
+@pytest.mark.long
 def test_a_module_whose_draws_depend_on_values_draws_by_torchs_generator_alone() -> None:
     with pytest.raises(
         CaptureError,

@@ -116,7 +116,7 @@ def schedules_and_policies() -> list[Any]:
     ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.long
 @pytest.mark.parametrize(("schedule", "keep"), schedules_and_policies())
 def test_every_schedule_under_every_policy(schedule: str, keep: Any) -> None:
     """R may be a node of its own, and be in some stages and microbatches only."""
@@ -370,7 +370,7 @@ def test_a_group_keeps_one_input_per_microbatch() -> None:
     assert more[0] == 2 * more[1] > 0
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_the_tuner_tries_policies_per_stage(workers: int) -> None:
     """Where memory is short the fastest that fits keeps as much as there is room for."""
 

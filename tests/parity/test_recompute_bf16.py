@@ -51,6 +51,7 @@ def again(schedule: str, keep: Any) -> piper.Compiled:
     return piper.compile(mixed_job(), Strategy(Mesh(pp=2), directives))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "keep"),
     [

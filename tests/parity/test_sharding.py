@@ -24,6 +24,7 @@ from piper_ir.fold.memory import with_peaks
 from piper_ir.ground.errors import CompileError
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.select import where
+from piper_ir.ground.sizes import bind
 from piper_ir.plan.plan import Part, Plan
 from piper_ir.plan.text import format_plan
 from piper_ir.program.ops import Collective, Compute, Fresh
@@ -222,6 +223,32 @@ def _bytes_by_state(plan: Plan, sharers: int) -> dict[str, int]:
     for state in plan.roles[0].states:
         out[state.category] += state.nbytes * (sharers if state.category == "optim" else 1)
     return dict(out)
+
+
+SMALL = 192 * 8  # bytes: biases, norms and positions of the model, and no other matrix
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_small_parameters_stay_whole(schedule: str) -> None:
+    """Their gradients and optimizer states do not; they are gathered once in a step, and dropped from no window."""
+    c = replace(CASE, model="deep", schedule=schedule, whole_mb=SMALL / 2**20)
+    plan = compositions.compiled(c).plan
+    sizes = {
+        p.name: bind(p.spec.numel, 0) * 8 for p in compositions.captured("deep").program.params
+    }
+    whole = [b for b in plan.buckets if not b.shard.params]
+    assert whole and all(b.shard.optim == b.shard.grads == ("dp",) for b in plan.buckets)
+    assert {n for b in whole for n in b.params} == {n for n, size in sizes.items() if size <= SMALL}
+    for role in plan.roles:
+        found = gathers(plan, role.role)
+        assert all(found[b.id] == 1 for b in whole if role.role in b.roles)
+        alone = replace(c, whole_mb=0)
+        assert found.total() < gathers(compositions.compiled(alone).plan, role.role).total()
+    judge(c)
+    shown = explain(compositions.compiled(c))
+    mine = [b for b in whole if "pp0" in b.roles]
+    assert f"{len(mine)} of these stay whole through the step, " in shown
+    assert "stay whole" not in explain(compositions.compiled(replace(c, whole_mb=0)))
 
 
 def test_an_optimizer_of_whole_parameters_is_refused() -> None:

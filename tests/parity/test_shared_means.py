@@ -57,7 +57,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize(("cp", "tp", "stream"), CASES)
 def test_a_loss_of_masked_labels(cp: int, tp: int, stream: str) -> None:
     made = compiled(job(), cp, tp, stream)

@@ -104,7 +104,7 @@ KINDS = {
 """Every optimizer of torch that updates each element by itself and has no fused kernel here."""
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize("zero", [1, 3])
 def test_what_torch_updates_element_by_element_takes_parts(zero: int, tmp_path: Path) -> None:
     """Without a declaration: with states that ranks share and parameters in parts, and resumed where they are whole."""

@@ -37,7 +37,7 @@ def assert_right(name: str, made: Any, **more: Any) -> None:
     assert not lies(made.plan, found.memory)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["branches", "experts", "dropless"])
 def test_two_devices_are_one(name: str) -> None:
     assert_right(name, cut(name, Mesh(tp=2)))

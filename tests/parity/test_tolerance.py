@@ -93,6 +93,7 @@ def test_a_narrow_norm_has_the_tolerance_of_its_dtype_and_names_its_line(dtype: 
     assert report.equal, report.text()
 
 
+@pytest.mark.long
 def test_a_loss_in_float32_is_named() -> None:
     report = verify_strategy(job(torch.float64, float_entropy), PIPELINE)
     line = float_entropy.__code__.co_firstlineno + 1

@@ -97,10 +97,12 @@ def test_gradients_are_those_of_one_device(
     assert max(first, second) < 1e-12
 
 
+@pytest.mark.long
 def test_a_table_with_gathers_of_whole_stages_runs(differences: dict[str, list[float]]) -> None:
     assert max(differences["gathered-lowered"]) < 1e-12
 
 
+@pytest.mark.long
 def test_negative_control_a_schedule_without_reductions_is_seen(
     differences: dict[str, list[float]],
 ) -> None:

@@ -262,6 +262,7 @@ def test_damage_of_any_kind_is_one_message_and_no_field_is_lost(tmp_path: Path) 
     assert refused > 100
 
 
+@pytest.mark.long
 @each_case("name", PUBLIC)
 def test_a_public_file_has_as_many_parameters_as_was_published(name: str, tmp_path: Path) -> None:
     fields, published = PUBLIC[name]

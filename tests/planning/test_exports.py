@@ -49,6 +49,7 @@ STRATEGIES = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_file_for_people_says_the_same(name):
     mesh, *parts = STRATEGIES[name]
@@ -60,6 +61,7 @@ def test_a_file_for_people_says_the_same(name):
     assert after.layout == before.layout
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_torchtitan_takes_what_it_can_run(name):
     mesh, *parts = STRATEGIES[name]

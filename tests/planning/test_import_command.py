@@ -58,6 +58,7 @@ def test_the_numbers_of_an_import(source: Path) -> None:
     assert len(told["options"]["mapped"]) > 15 and len(told["warnings"]) == 1
 
 
+@pytest.mark.long
 def test_a_plan_begins_with_a_foreign_job_and_its_own_row(source: Path) -> None:
     asked = ["--gpus", 8, "--trials", 4, "--workers", 0, "--json", "--cluster", "h100x8@eager"]
     done = piper("plan", f"torchtitan:{source}", *asked)

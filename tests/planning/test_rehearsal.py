@@ -68,6 +68,7 @@ def test_a_twin_has_the_same_parts():
     assert models.parameter_count(small) < 200_000
 
 
+@pytest.mark.long
 def test_a_difference_is_told(monkeypatch):
     """A negative control: a report with a difference is not taken for equal."""
     reference = rehearsal.verify_strategy

@@ -86,6 +86,7 @@ def follow(page: str) -> int:
     return commands
 
 
+@pytest.mark.long
 def test_the_ten_steps_run_and_print_what_the_page_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -251,6 +251,7 @@ def test_a_further_round_makes_gradients_of_matrices_without_those_of_rows(layer
     }
 
 
+@pytest.mark.long
 def test_a_further_round_for_matrices_adds_up_no_gradients_of_rows() -> None:
     """Two products read the same rows: I adds their two gradients, and autograd makes neither for W."""
     chunk = chunk_of(Gated)
@@ -274,6 +275,7 @@ def test_experts_of_an_edited_plan_have_rows(rows: Any) -> None:
         verify(loads(Plan, json.dumps(document)))
 
 
+@pytest.mark.long
 def test_what_else_is_in_the_region_of_experts_is_in_no_further_round() -> None:
     """A router and a layer of all tokens stand between the sorting of rows and the experts; each runs once."""
     plain, more = stacked(2), stacked(2, beside=True)

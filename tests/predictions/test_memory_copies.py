@@ -111,6 +111,7 @@ def test_what_lies_in_another_way_is_counted_with_its_copy(how: str) -> None:
     assert not found and set(short) == {0}, (found[:6], short)
 
 
+@pytest.mark.long
 def test_what_devices_gather_for_an_op_that_is_computed_whole() -> None:
     """Queries come out of gathers with all tokens of a head together."""
     found, short = measured("unequal", 8, *SHARED)
@@ -123,7 +124,7 @@ def test_a_plan_without_the_memory_of_all_windows_is_found(monkeypatch: pytest.M
     assert found and max(short) >= 1000, short
 
 
-@pytest.mark.parametrize("how", ["elements", "norm"])
+@pytest.mark.parametrize("how", ["elements", pytest.param("norm", marks=pytest.mark.long)])
 def test_a_plan_without_the_copies_is_found(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for op in (sdpa.attention, sdpa.attention_dgrad, layer_norm_backward):
         monkeypatch.delitem(workspace._ON_CPU, op)

@@ -236,7 +236,12 @@ def parts_under(plan: Plan, keep: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "zero"), [("gpipe", 0), ("1f1b", 3), ("zb_h1", 0), ("zb_h1", 2)]
+    ("schedule", "zero"),
+    [
+        ("1f1b", 3),
+        ("zb_h1", 0),
+        *(pytest.param(*c, marks=pytest.mark.long) for c in (("gpipe", 0), ("zb_h1", 2))),
+    ],
 )
 def test_bounds_of_the_tuner_know_policies_and_are_never_above_a_plan(
     schedule: str, zero: int

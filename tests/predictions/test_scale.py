@@ -95,6 +95,7 @@ def test_simulate_does_little_per_rank() -> None:
     assert (done[68] - done[4]) / (4 * 64) < 1500, "calls per added rank"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", ["layers", "pp", "microbatches"])
 def test_work_doubles_when_a_size_does(size: str) -> None:
     sizes = {"layers": (16, 32), "pp": (4, 8), "microbatches": (32, 64)}[size]

@@ -3,6 +3,7 @@ by name what does not go together."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def test_axes_have_the_sizes_that_divide() -> None:
     assert piper.space(mixture(), CLUSTER).sizes["cp"] == (1,), "experts are exchanged whole"
 
 
-def test_a_search_begins_with_what_is_published_and_with_each_mesh_in_the_least_memory() -> None:
+def test_a_search_begins_with_what_is_published_and_with_each_mesh_in_little_memory() -> None:
     space = piper.space(llama(), CLUSTER)
     fsdp, *others = space.starts
     sizes = {"tp": 1, "cp": 1, "ep": 1, "pp": 1, "rows": 1}
@@ -73,9 +74,12 @@ def test_a_search_begins_with_what_is_published_and_with_each_mesh_in_the_least_
     cells = {(s["tp"], s["cp"], s["pp"]) for s in space.starts if s["keep"] == "inputs"}
     meshes = {(tp, cp, pp) for tp in (1, 2, 4, 8) for cp in (1, 2) for pp in (1, 2, 4)}
     assert cells == {at for at in meshes if at[0] * at[1] * at[2] <= 16}
+    large = replace(space, parameters=10**12)
+    for made, zero in ((space, 1), (large, 3)):
+        assert {s["zero"] for s in made.starts if s["pp"] > 1 and s["keep"] == "inputs"} == {zero}
 
 
-@pytest.mark.parametrize("make", [llama, mixture])
+@pytest.mark.parametrize("make", [llama, pytest.param(mixture, marks=pytest.mark.long)])
 def test_any_choice_is_a_strategy_of_all_devices_or_is_left_out_with_its_reason(make: Any) -> None:
     space = piper.space(make(), CLUSTER)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
@@ -91,6 +95,7 @@ def test_any_choice_is_a_strategy_of_all_devices_or_is_left_out_with_its_reason(
     assert all("divide" in text or "do not fill" in text for text in skipped) and skipped
 
 
+@pytest.mark.long
 @each_case(
     "choices",
     [
@@ -107,6 +112,7 @@ def test_its_strategies_compile(choices: dict[str, Any]) -> None:
     assert plan.mesh.world == 16 and shared == (over if choices["zero"] else set())
 
 
+@pytest.mark.long
 def test_a_mixtures_experts_are_shared() -> None:
     plan = piper.compile(mixture(), chosen(piper.space(mixture(), CLUSTER), ep=4, zero=1)).plan
     assert plan.mesh.size("ep") == 4 and plan.replicas == 16

@@ -26,6 +26,7 @@ def tuned(**more: Any) -> Any:
     return piper.tune(work, space, **{"cluster": NODES, "trials": 6, "workers": 0, **more})
 
 
+@pytest.mark.long
 def test_a_search_under_a_load_takes_the_bound_that_holds_it() -> None:
     best = {load: tuned(load=load).best for load in (None, 1.2, Zipf(0.9))}
     assert {load: chosen.params["bound"] for load, chosen in best.items()} == {

@@ -368,6 +368,7 @@ def test_the_real_tensorboard_writes_events(tmp_path: Path) -> None:
     assert any(path.stat().st_size for path in (tmp_path / "tensorboard").iterdir())
 
 
+@pytest.mark.long
 @needs("wandb")
 def test_the_real_weights_and_biases_write_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -130,6 +130,7 @@ def test_batch_norms_take_their_running_averages() -> None:
     assert close(run.evaluations[1], plain(one, run.state_dict()))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["1F1B and dp", "ZBV", "ZeRO 1", "ZeRO 3", "tensor parallel"])
 def test_the_memory_of_an_evaluation_is_that_of_its_plan(
     name: str, monkeypatch: pytest.MonkeyPatch

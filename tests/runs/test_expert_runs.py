@@ -82,6 +82,7 @@ BITS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.long] * (case != "zbv")) for case in BITS]
 )
@@ -175,6 +176,7 @@ def test_an_exchange_by_hand(cluster: str, seconds: float) -> None:
     assert len(spans) == 4 * 4 * shared_jobs.SIZES["experts"].layers
 
 
+@pytest.mark.long
 def test_emulated_as_simulated(pool: Pool) -> None:
     simulated = simulate(pair(2).plan, H100, contention=False).step_s
     found = [abs(emulate(pair(2), cluster=H100, pool=pool).step_s[0] / simulated - 1)]

@@ -252,6 +252,7 @@ def test_the_spread_of_host_seconds_is_over_all_repeats_and_ranks() -> None:
     assert _host(reports) == HostCosts(3.0, 2.5, 1.0, 2.5)
 
 
+@pytest.mark.long
 def test_from_the_command_line(
     costs: Costs, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

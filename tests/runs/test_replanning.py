@@ -128,6 +128,7 @@ def test_one_device_shares_no_experts() -> None:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("devices", [3, 2, 1])
 def test_a_run_goes_on_with_fewer_devices(devices: int, compiled: Compiled, tmp_path: Path) -> None:
     whole = piper.execute(compiled, steps=4, launcher="inline")

@@ -23,9 +23,9 @@ SAVED, STEPS = 2, 3
 
 
 def of(pp: int, dp: int, schedule: str, chunks: int = 0, zero: int = 0) -> Composition:
-    """Return a strategy for one and the same training: 8 rows, in microbatches of one row each."""
+    """Return a strategy for one and the same training: 16 rows, in microbatches of two rows each."""
     return Composition(
-        "deep", pp, dp, 8 // dp, schedule, rows=1, optimizer="adamw", clip=0.05, scheduler=True, bucket_mb=0.003, chunks=chunks,
+        "deep", pp, dp, 8 // dp, schedule, rows=2, optimizer="adamw", clip=0.05, scheduler=True, bucket_mb=0.003, chunks=chunks,
         zero=zero,
     )  # fmt: skip
 
@@ -53,15 +53,22 @@ def go(name: str, steps: int, **options: Any) -> Run:
     return compositions.run(STRATEGIES[name], plan_of(name), steps=steps, **options)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Path]]:
-    """Return the run of each strategy without a pause, and the checkpoint that it has left on its way."""
-    out = {}
-    for name in STRATEGIES:
-        folder = tmp_path_factory.mktemp("saved")
+class Whole(dict[str, tuple[Run, Path]]):
+    """The run of each strategy without a pause, and the checkpoint that it has left on its way; made when asked for."""
+
+    def __init__(self, temporary: pytest.TempPathFactory) -> None:
+        self._temporary = temporary
+
+    def __missing__(self, name: str) -> tuple[Run, Path]:
+        folder = self._temporary.mktemp("saved")
         run = go(name, STEPS, checkpoint=Checkpoints(folder, every=SAVED))
-        out[name] = run, folder / f"step-{SAVED:08d}"
-    return out
+        self[name] = run, folder / f"step-{SAVED:08d}"
+        return self[name]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    return Whole(tmp_path_factory)
 
 
 def distance(found: Run, wanted: Run) -> float:
@@ -75,11 +82,9 @@ def distance(found: Run, wanted: Run) -> float:
     return max([*losses, *(float((a[n] - b[n]).norm() / (a[n].norm() + 1e-30)) for n in a)])
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.long
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_each_strategy_goes_on_from_the_checkpoints_of_all_others(
-    name: str, whole: dict[str, tuple[Run, Path]]
-) -> None:
+def test_each_strategy_goes_on_from_the_checkpoints_of_all_others(name: str, whole: Whole) -> None:
     others = [(other, *whole[other]) for other in STRATEGIES if other != name]
     for other, run, path in others:
         found = go(name, STEPS - SAVED, resume=path)
@@ -91,12 +96,14 @@ def test_each_strategy_goes_on_from_the_checkpoints_of_all_others(
     assert len(others) == 6
 
 
-def test_what_they_go_on_to_is_what_one_device_does(whole: dict[str, tuple[Run, Path]]) -> None:
-    for name, (run, _) in whole.items():
+@pytest.mark.long
+def test_what_they_go_on_to_is_what_one_device_does(whole: Whole) -> None:
+    for name in STRATEGIES:
+        run, _ = whole[name]
         parity.assert_parity(run, compositions.expected(STRATEGIES[name], STEPS), label=name)
 
 
-def test_control_what_is_lost_is_seen(whole: dict[str, tuple[Run, Path]]) -> None:
+def test_control_what_is_lost_is_seen(whole: Whole) -> None:
     """A run that begins anew with the step of then, and one that lacks the optimizer's state, are far beyond the
     bound."""
     run, path = whole["1f1b"]
@@ -111,7 +118,7 @@ def test_control_what_is_lost_is_seen(whole: dict[str, tuple[Run, Path]]) -> Non
 
 
 def test_processes_resume_what_this_process_has_saved_and_the_other_way(
-    whole: dict[str, tuple[Run, Path]], pool: Pool, tmp_path: Path
+    whole: Whole, pool: Pool, tmp_path: Path
 ) -> None:
     settings = Checkpoints(tmp_path)
     found = go(

@@ -63,7 +63,7 @@ CASES: dict[str, tuple[Composition, tuple[int, ...], int]] = {
 """What dies of tp=2 x dp=2, where ranks 0 and 2 have the same part, and the step with which the run goes on."""
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_copies_count_where_the_others_have_every_part(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

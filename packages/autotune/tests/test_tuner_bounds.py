@@ -24,7 +24,7 @@ from piper_ir.ground.mesh import Mesh
 from piper_simulator import load_cluster
 from tests.helpers.cases import each_case
 
-CASES = 120
+CASES = 60
 CLUSTER = load_cluster("h100x8*4")
 _LINKS = [
     replace(links, intra_bandwidth=2e6, inter_bandwidth=2e6) for links in CLUSTER.network.links

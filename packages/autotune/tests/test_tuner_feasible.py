@@ -33,6 +33,7 @@ def sparse(trial: Any) -> Strategy:
     return Strategy(Mesh(pp=pp), (*made(pp=pp, microbatches=microbatches), *replicas))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_what_fits_is_found_where_most_is_refused_or_too_large(seed: int) -> None:
     study = tune(problem(LIMIT), sparse, trials=60, workers=0, seed=seed)

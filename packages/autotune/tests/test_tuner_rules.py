@@ -131,6 +131,7 @@ def test_bounds_hold_where_one_device_runs_several_stages() -> None:
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name",
     [
@@ -321,7 +322,7 @@ def test_strategies_that_do_not_apply_are_left_to_the_compiler() -> None:
 def test_bounds_hold_for_the_random_cases_of_the_compiler() -> None:
     """Placements by microbatch, V and loop shapes, orders drawn from random runs, programs that are no chain."""
     sketched = tight = 0
-    for seed in range(50):
+    for seed in range(20):
         case = random_case(seed)
         costs = (
             Costs(host=HostCosts(0.3, 0.1), allocator=AllocatorCosts(1000, 1.5))
@@ -346,7 +347,7 @@ def test_bounds_hold_for_the_random_cases_of_the_compiler() -> None:
         assert found.on_device(sketch, least, role) <= exact.device_bytes, case.text
         assert costs is None or exact.device_bytes == 1000 + round(1.5 * exact.peak_bytes)
         tight += least > 0.7 * exact.peak_bytes
-    assert sketched > 25 and tight > 5, "the bounds would be worth nothing"
+    assert sketched > 10 and tight > 2, "the bounds would be worth nothing"
 
 
 def test_a_limit_that_nothing_fits_names_the_smallest_that_does() -> None:

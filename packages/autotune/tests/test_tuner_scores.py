@@ -59,7 +59,7 @@ def both(
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(draw=st.data())
 def test_scores_of_tables_are_scores_of_plans_by_name(

@@ -69,6 +69,7 @@ def test_the_same_seed_gives_the_same_study_and_another_does_not(found: Study) -
     assert [r.params for r in search(seed=1).rows] != [r.params for r in found.rows]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "sampler",
     [

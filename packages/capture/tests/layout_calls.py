@@ -343,6 +343,8 @@ EXPERTS = cases({
     "grouped_mm gradient": (piper.grouped_mm_dgrad, lambda d: (*grouped(d, "n", "n")[:2], d.f("4kn")), "-+ - -=+ -> "
                                                                                                        "-="),
     "grouped_mm gradient of matrices": (piper.grouped_mm_wgrad, lambda d: grouped(d, "k", "n"), "-= - -= -> -=="),
+    "grouped_add": (piper.grouped_add, lambda d: (*grouped(d, "k", "k")[:2], d.f("4k")), "-= - -= -> -="),
+    "grouped_add gradient of biases": (piper.grouped_add_wgrad, lambda d: grouped(d, "k", "k")[:2], "-= - -> -="),
     "unroute": (piper.unroute, lambda d: (d.f("62w").flatten(0, 1), choices(d), d.f("62")), "-= -- -- -> -="),
     "unroute gradient": (piper.unroute_dgrad, lambda d: (d.f("6w"), choices(d), d.f("62")), "-= -- -- -> -="),
     "unroute gradient of shares": (

@@ -87,6 +87,7 @@ SINGLE = cases({
     "fill": (aten.fill.Scalar, lambda d: (d.f("rt"), 2.0), "== -> =="),
     "fill by a tensor": (aten.fill.Tensor, lambda d: (d.f("rt"), d.f("")), "== . -> =="),
     "frexp": (aten.frexp.Tensor, lambda d: (d.f("rt"),), "== -> == =="),
+    "dropout of nothing": (aten.native_dropout, lambda d: (d.f("rt"), 0.5, False), "== -> == =="),
     "dropout gradient": (aten.native_dropout_backward, lambda d: (d.f("rt"), d.b("rt"), 1.25), "== == -> =="),
     "relu gradient": (aten.threshold_backward, lambda d: (d.f("rt"), d.f("rt"), 0), "== == -> =="),
     "leaky_relu gradient": (aten.leaky_relu_backward, lambda d: (d.f("rt"), d.f("rt"), 0.1, False), "== == -> =="),

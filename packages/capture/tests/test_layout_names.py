@@ -51,6 +51,7 @@ def test_a_gpt() -> None:
     )
 
 
+@pytest.mark.long
 def test_ends() -> None:
     """A table of positions is looked up by numbers that the chunk makes: its rows are no vocabulary."""
     embedding, head, gpt = (

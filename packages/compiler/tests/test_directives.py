@@ -291,6 +291,15 @@ class TestReplicate:
     def test_6_stream(self) -> None:
         refused(6, replicate(where(), reduce="compute"), says="the stream 'compute' is for compute")
 
+    def test_10_sizes_of_whole_parameters(self) -> None:
+        for size in (-1, float("inf"), "step"):
+            refused(10, replicate(where(), whole_mb=size), says=f"whole_mb={size!r}; a number of")
+
+    def test_11_overlap(self) -> None:
+        refused(
+            11, replicate(where(), overlap="no"), says="overlap='no'; True or False is accepted"
+        )
+
 
 class TestOrder:
     first = (partition(stages=2), split(where(), microbatches=2))

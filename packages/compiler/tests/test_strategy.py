@@ -64,6 +64,12 @@ def test_a_loaded_strategy_gives_the_same_plan(seed: int) -> None:
     assert plans[0] == plans[1]
 
 
+def test_the_order_of_axes_is_kept() -> None:
+    strategy = Strategy(Mesh(pp=2, dp=2, order=("pp",)), recipes.gpipe(pp=2, microbatches=2))
+    again = Strategy.loads(strategy.dumps())
+    assert again == strategy and again.mesh.axes == ("pp", "dp")
+
+
 def test_files(tmp_path: Path) -> None:
     save_strategy(EVERY, tmp_path / "best.json")
     assert load_strategy(tmp_path / "best.json") == EVERY

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from piper_interop import Asked, DeviceLayout, Imported, JobDescription, ModelSizes, import_job
-from piper_interop.megatron.describe import WHOLE_MB
+from piper_interop.megatron.describe import PP_FIRST, WHOLE_MB
 from piper_interop.neutral.system import System
 
 DENSE = (
@@ -47,18 +47,19 @@ def megatron() -> System:
     return system("megatron")
 
 
+ALONE: dict[str, Any] = {"bucket_mb": WHOLE_MB, "overlap": False}
+"""One bucket of all gradients, reduced behind the backward: Megatron's default."""
 LAYOUTS = (
     DeviceLayout(tp=2, sequence=True, dp=4, zero=1, bucket_mb=152.587890625),
-    DeviceLayout(tp=2, cp=2, attention="gather", dp=2, zero=1, over_cp=True, bucket_mb=WHOLE_MB),
+    DeviceLayout(tp=2, cp=2, attention="gather", dp=2, zero=1, over_cp=True, **ALONE),
     DeviceLayout(cp=2, attention="heads", dp=4, bucket_mb=2.0),
-    DeviceLayout(pp=4, dp=2, bucket_mb=WHOLE_MB),
+    DeviceLayout(pp=4, dp=2, **ALONE),
     DeviceLayout(pp=4, schedule="interleaved", chunks=2, group=5, dp=2, zero=1, bucket_mb=2.0),
-    DeviceLayout(pp=4, dp=2, at=(1, 4, 6), bucket_mb=WHOLE_MB),
-    DeviceLayout(pp=3, dp=2, bucket_mb=WHOLE_MB),
-    DeviceLayout(
-        pp=2, dp=2, schedule="interleaved", chunks=2, at=(1, 6, 9), units="all", bucket_mb=WHOLE_MB
-    ),
-    DeviceLayout(dp=4, dp_replicate=2, zero=1, bucket_mb=WHOLE_MB),
+    DeviceLayout(pp=4, dp=2, at=(1, 4, 6), **ALONE),
+    DeviceLayout(pp=3, dp=2, **ALONE),
+    DeviceLayout(pp=2, dp=2, order=PP_FIRST, **ALONE),
+    DeviceLayout(pp=2, dp=2, schedule="interleaved", chunks=2, at=(1, 6, 9), units="all", **ALONE),
+    DeviceLayout(dp=4, dp_replicate=2, zero=1, **ALONE),
     DeviceLayout(dp=8, zero=2),
     DeviceLayout(dp=8, zero=3),
 )

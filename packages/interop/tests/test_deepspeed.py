@@ -29,7 +29,9 @@ from tests.helpers.cases import each_case
 
 def test_stage_3_with_buckets(tmp_path: Path) -> None:
     described = imported("deepspeed", tmp_path, DEEPSPEED["zero3"])
-    assert described.layout == DeviceLayout(dp=16, zero=3, bucket_mb=4e7 * 2 / 2**20, prefetch=1)
+    assert described.layout == DeviceLayout(
+        dp=16, zero=3, bucket_mb=4e7 * 2 / 2**20, prefetch=1, whole_mb=1e5 * 2 / 2**20
+    )
     assert (described.global_batch, described.rows, described.microbatches) == (64, 2, 2)
     assert (described.params, described.compute, described.reduce) == (
         "float32",
@@ -56,7 +58,7 @@ def test_tensor_parallelism_divides_the_replicas(tmp_path: Path) -> None:
     assert (described.layout.tp, described.layout.dp, described.layout.zero) == (4, 4, 2)
     assert (described.rows, described.global_batch) == (4, 32)
     notes = "\n".join(described.notes)
-    assert "overlap_comm=False: Piper always overlaps" in notes, "off is the default of stage 2"
+    assert not described.layout.overlap, "off is the default of stage 2"
     assert "embedding and head are sharded over tp" in notes
     assert "whether the script checkpoints" in notes
 
@@ -116,6 +118,29 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"surprise": 1}, "surprise=1"),
     ({"zero_optimization": {"stage": 1, "surprise": 1}}, "zero_optimization.surprise"),
 ]
+
+
+RENAMED: list[tuple[dict[str, Any], str]] = [
+    ({"elasticity": {"enabled": False, "max_train_batchsize": 8}}, "max_train_batch_size"),
+    ({"eigenvalue": {"enabled": False, "max_iters": 8}}, "max_iter"),
+    (
+        {"data_efficiency": {"enabled": False, "data_sampling": {"num_epoch": 1}}},
+        "data_efficiency.data_sampling.num_epochs",
+    ),
+]
+
+
+@each_case(("options", "nearest"), RENAMED)
+def test_a_renamed_key_of_a_section_that_is_off(
+    tmp_path: Path, options: dict[str, Any], nearest: str
+) -> None:
+    with pytest.raises(JobError, match=rf"no such option.*the nearest is \S*{nearest};"):
+        imported("deepspeed", tmp_path, {"train_batch_size": 16, **options})
+
+
+def test_a_section_that_is_off_asks_for_nothing(tmp_path: Path) -> None:
+    off = {"enabled": False, "max_train_batch_size": 8}
+    assert imported("deepspeed", tmp_path, {"train_batch_size": 16, "elasticity": off})
 
 
 @each_case(("options", "words"), REFUSED)
@@ -250,6 +275,8 @@ def layouts(draw: st.DrawFn) -> DeviceLayout:
         over_cp=cp > 1 and zero > 0,
         bucket_mb=draw(st.integers(1, 2000)) / 4 if zero else None,
         prefetch=draw(st.integers(0, 1)) if zero == 3 else None,
+        whole_mb=draw(st.integers(0, 8)) / 4 if zero == 3 else 0,
+        overlap=draw(st.booleans()) if zero else True,
     )
 
 

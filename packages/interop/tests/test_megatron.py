@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from packages.interop.tests.megatron_jobs import DENSE, MIXTURE, described, imported
+from packages.interop.tests.megatron_jobs import ALONE, DENSE, MIXTURE, described, imported
 from piper_interop import DeviceLayout, Recomputation, python
 from piper_interop.megatron import words
 from piper_interop.megatron.table import TABLE
@@ -32,7 +32,7 @@ def test_a_dense_job() -> None:
     assert (job.length, job.global_batch, job.rows, job.microbatches) == (32, 64, 2, 8)
     assert (job.params, job.compute, job.reduce) == ("float32", "bfloat16", "float32")
     assert (job.clip_norm, job.lr, job.stack) == (1.0, 1e-4, "megatron")
-    assert job.layout == DeviceLayout(tp=2, sequence=True, dp=4, zero=1, bucket_mb=1_000_000.0)
+    assert job.layout == DeviceLayout(tp=2, sequence=True, dp=4, zero=1, **ALONE)
     assert job.origins["tp"] == "--tensor-model-parallel-size 2 --sequence-parallel"
     compile(python(job, "A job"), "FILE.py", "exec")
 
@@ -121,34 +121,34 @@ def test_latent_attention_and_mixtures() -> None:
 @each_case(
     ("more", "layout"),
     [
-        ("--pipeline-model-parallel-size 4", DeviceLayout(pp=4, dp=2, bucket_mb=1e6)),
+        ("--pipeline-model-parallel-size 4", DeviceLayout(pp=4, dp=2, **ALONE)),
         ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1",
-         DeviceLayout(pp=4, dp=2, schedule="interleaved", chunks=2, bucket_mb=1e6)),
+         DeviceLayout(pp=4, dp=2, schedule="interleaved", chunks=2, **ALONE)),
         ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
          "--microbatch-group-size-per-virtual-pipeline-stage 5",
-         DeviceLayout(pp=4, dp=2, schedule="interleaved", chunks=2, group=5, bucket_mb=1e6)),
-        ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 1", DeviceLayout(pp=4, dp=2, bucket_mb=1e6)),
+         DeviceLayout(pp=4, dp=2, schedule="interleaved", chunks=2, group=5, **ALONE)),
+        ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 1", DeviceLayout(pp=4, dp=2, **ALONE)),
         ("--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3",
-         DeviceLayout(pp=4, dp=2, at=(1, 3, 5), bucket_mb=1e6)),
+         DeviceLayout(pp=4, dp=2, at=(1, 3, 5), **ALONE)),
         ("--num-layers 10 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 3 "
          "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
-         DeviceLayout(pp=4, dp=2, schedule="interleaved", chunks=3, at=tuple(range(1, 12)), units="all", bucket_mb=1e6)),
+         DeviceLayout(pp=4, dp=2, schedule="interleaved", chunks=3, at=tuple(range(1, 12)), units="all", **ALONE)),
         ("--num-layers 14 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2 "
          "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
-         DeviceLayout(pp=4, dp=2, schedule="interleaved", chunks=2, at=(1, 3, 5, 7, 9, 11, 13), bucket_mb=1e6)),
+         DeviceLayout(pp=4, dp=2, schedule="interleaved", chunks=2, at=(1, 3, 5, 7, 9, 11, 13), **ALONE)),
         ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*2|(t|)*2,t*3|,t|L",
-         DeviceLayout(pp=2, dp=4, schedule="interleaved", chunks=3, at=(3, 4, 5, 8, 9), units="all", bucket_mb=1e6)),
+         DeviceLayout(pp=2, dp=4, schedule="interleaved", chunks=3, at=(3, 4, 5, 8, 9), units="all", **ALONE)),
         ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t*5|t*2|tL",
-         DeviceLayout(pp=2, dp=4, schedule="interleaved", chunks=2, at=(1, 6, 8), units="all", bucket_mb=1e6)),
+         DeviceLayout(pp=2, dp=4, schedule="interleaved", chunks=2, at=(1, 6, 8), units="all", **ALONE)),
         ("--context-parallel-size 2 --use-distributed-optimizer",
-         DeviceLayout(cp=2, dp=4, zero=1, over_cp=True, bucket_mb=1e6)),
-        ("--context-parallel-size 2 --cp-comm-type a2a", DeviceLayout(cp=2, attention="heads", dp=4, bucket_mb=1e6)),
-        ("--context-parallel-size 2 --cp-comm-type all_gather", DeviceLayout(cp=2, attention="gather", dp=4, bucket_mb=1e6)),
+         DeviceLayout(cp=2, dp=4, zero=1, over_cp=True, **ALONE)),
+        ("--context-parallel-size 2 --cp-comm-type a2a", DeviceLayout(cp=2, attention="heads", dp=4, **ALONE)),
+        ("--context-parallel-size 2 --cp-comm-type all_gather", DeviceLayout(cp=2, attention="gather", dp=4, **ALONE)),
         ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
          DeviceLayout(dp=8, zero=1, bucket_mb=152.587890625)),
         ("--overlap-grad-reduce --grad-reduce-in-bf16 --ddp-bucket-size 1048576", DeviceLayout(dp=8, bucket_mb=2.0)),
         ("--use-distributed-optimizer --num-distributed-optimizer-instances 2",
-         DeviceLayout(dp=4, dp_replicate=2, zero=1, bucket_mb=1e6)),
+         DeviceLayout(dp=4, dp_replicate=2, zero=1, **ALONE)),
         ("--use-megatron-fsdp", DeviceLayout(dp=8, zero=3)),
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", DeviceLayout(dp=8, zero=2)),
         ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", DeviceLayout(dp=8, zero=3, reshard=False)),
@@ -200,16 +200,43 @@ def test_layers_for_further_tokens_leave_a_layout() -> None:
         described(parts.replace("t*3m*2L", "t*3|m*2|L"), 8, "no-mtp")
 
 
-def test_stand_ins_of_mixtures() -> None:
+def test_experts_lie_along_tp_then_cp_then_the_replicas() -> None:
+    parts = "--tensor-model-parallel-size 2 --sequence-parallel"
+    for more, folded, replicas, notes in (
+        ("--expert-model-parallel-size 8 --expert-tensor-parallel-size 1", ("tp",), 4, 0),
+        ("--expert-model-parallel-size 4", ("tp",), 4, 1),
+        (
+            "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --context-parallel-size 2",
+            ("tp", "cp"),
+            1,
+            0,
+        ),
+        (
+            "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --context-parallel-size 2",
+            ("tp",),
+            1,
+            0,
+        ),
+    ):
+        job = described(f"{parts} {more}", base=MIXTURE)
+        assert (job.layout.folded, job.layout.sharing_replicas, len(job.notes)) == (
+            folded,
+            replicas,
+            notes,
+        )
+        assert job.layout.sequence and ("expert_parallel(over=" in python(job, "")) == (
+            folded != ()
+        )
+    assert described(parts, base=MIXTURE).layout.ep == 1
+
+
+def test_experts_with_a_capacity_are_cut_by_tp() -> None:
     parts = "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 8 --expert-tensor-parallel-size 1"
-    with pytest.raises(JobError, match="2 options of this job") as refusal:
+    parts += " --moe-expert-capacity-factor 1.0"
+    with pytest.raises(JobError, match="--as etp"):
         described(parts, base=MIXTURE)
-    assert "--as no-sp" in str(refusal.value) and "--as etp" in str(refusal.value)
-    job = described(parts, 8, "no-sp", "etp", base=MIXTURE)
-    assert (job.layout.tp, job.layout.sequence, job.layout.dp, job.layout.ep) == (2, False, 4, 4)
-    assert len(job.notes) == 2
-    with_capacity = described(f"{parts} --moe-expert-capacity-factor 1.0", 8, "etp", base=MIXTURE)
-    assert with_capacity.layout.sequence
+    layout = described(parts, 8, "etp", base=MIXTURE).layout
+    assert (layout.sequence, layout.ep, layout.folded) == (True, 4, ())
 
 
 @each_case(
@@ -243,7 +270,8 @@ def test_stand_ins_of_mixtures() -> None:
         ("--hybrid-layer-pattern M*M*", 8, "Mamba"),
         ("--decoder-num-layers 4", 8, "T5"),
         ("--expert-model-parallel-size 2 --num-experts 4 --moe-layer-freq 2", 8, "all layers but some first ones"),
-        ("--expert-model-parallel-size 8 --num-experts 8 --context-parallel-size 2", 8, "folded over tp or cp"),
+        ("--expert-model-parallel-size 8 --num-experts 8 --context-parallel-size 2 --moe-expert-capacity-factor 1.0", 8,
+         "a part of tp, cp or the replicas"),
         ("--context-parallel-size 2 --seq-length 30", 8, "give a multiple of 4"),
         ("--num-experts 8 --moe-aux-loss-coeff much", 8, "numbers are needed"),
         ("--num-distributed-optimizer-instances 3", 8, "do not divide the replicas"),
@@ -266,6 +294,21 @@ def test_every_renamed_option_is_named() -> None:
         ]
         with pytest.raises(JobError, match=f"new{name[1:]}"):
             imported(" ".join(renamed))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("log-intervall", "log-interval"),
+        ("adam-betas", "adam-beta2"),
+        ("save-intervals", "save-interval"),
+    ],
+)
+def test_a_pattern_takes_no_option_that_megatron_does_not_have(wrong: str, right: str) -> None:
+    with pytest.raises(
+        JobError, match=f"--?{wrong}.*the nearest is {right};|{wrong}=.*nearest is {right};"
+    ):
+        imported(f"{DENSE} --{wrong} 5")
 
 
 def test_every_option_with_a_kind_has_a_row() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packages.interop.tests.megatron_jobs import LAYOUTS, MIXTURE, described, job_with
+from packages.interop.tests.megatron_jobs import ALONE, LAYOUTS, MIXTURE, described, job_with
 from piper_interop import (
     Asked,
     DeviceLayout,
@@ -21,7 +21,7 @@ from piper_interop import (
     import_job,
 )
 from piper_interop.megatron import stages
-from piper_interop.megatron.describe import WHOLE_MB
+from piper_interop.megatron.describe import PP_FIRST
 from piper_ir.ground.errors import JobError
 from tests.helpers.cases import each_case
 
@@ -54,6 +54,7 @@ def layouts(draw: st.DrawFn) -> DeviceLayout:
     zero, dp = draw(st.integers(0, 3)), draw(st.sampled_from((1, 2, 4)))
     copies = draw(st.sampled_from((1, 2))) if zero else 1
     reduces = zero < 2 and (dp * copies > 1 or (zero and cp > 1))
+    buckets = ({"bucket_mb": 25.0}, {"bucket_mb": 152.587890625}, ALONE) if reduces else ({},)
     return DeviceLayout(
         tp=tp,
         sequence=tp > 1 and draw(st.booleans()),
@@ -69,7 +70,8 @@ def layouts(draw: st.DrawFn) -> DeviceLayout:
         dp_replicate=copies,
         zero=zero,
         over_cp=bool(zero) and cp > 1,
-        bucket_mb=draw(st.sampled_from((WHOLE_MB, 25.0, 152.587890625))) if reduces else None,
+        order=draw(st.sampled_from(((), PP_FIRST))) if pp > 1 else (),
+        **draw(st.sampled_from(buckets)),
     )
 
 
@@ -116,10 +118,15 @@ def test_sizes_come_back(more: str) -> None:
         "--moe-router-group-topk 2 --moe-aux-loss-coeff 1e-2 --moe-router-topk-scaling-factor 2.5",
         "--moe-router-pre-softmax --moe-expert-capacity-factor 1.0 --tensor-model-parallel-size 2 --sequence-parallel",
         "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8",
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 4 --expert-tensor-parallel-size 1",
+        "--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0 --softmax-type learnable",
     ],
 )
 def test_mixtures_come_back(more: str) -> None:
-    job = described(more, base=MIXTURE)
+    base = MIXTURE
+    if "quick-geglu" in more:
+        base = base.replace("--swiglu --disable-bias-linear ", "")
+    job = described(more, base=base)
     assert replace(back(job), notes=job.notes) == job
 
 
@@ -178,8 +185,8 @@ def test_all_refusals_come_at_once_and_nearest_forms_are_notes() -> None:
 
 def test_recomputation_of_first_layers_comes_back() -> None:
     for rule, layout in (
-        (Recomputation("inputs", layers=3), DeviceLayout(dp=2, bucket_mb=WHOLE_MB)),
-        (Recomputation("inputs", layers=(0, 4)), DeviceLayout(pp=2, dp=2, bucket_mb=WHOLE_MB)),
+        (Recomputation("inputs", layers=3), DeviceLayout(dp=2, **ALONE)),
+        (Recomputation("inputs", layers=(0, 4)), DeviceLayout(pp=2, dp=2, **ALONE)),
     ):
         job = job_with(layout, recompute=(rule,))
         assert replace(back(job), notes=()) == job

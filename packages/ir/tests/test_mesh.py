@@ -13,7 +13,11 @@ from piper_ir.ground.errors import CompileError
 from piper_ir.ground.mesh import AXES, Mesh
 from tests.helpers.cases import each_case
 
-MESHES = st.dictionaries(st.sampled_from(AXES), st.integers(1, 4)).map(lambda sizes: Mesh(**sizes))
+MESHES = st.builds(
+    lambda sizes, order: Mesh(order=order, **sizes),
+    st.dictionaries(st.sampled_from(AXES), st.integers(1, 4)),
+    st.lists(st.sampled_from(AXES), unique=True),
+)
 
 
 @given(MESHES)
@@ -46,6 +50,18 @@ def test_tensor_parallel_ranks_are_neighbours_and_stages_farthest_apart() -> Non
     assert mesh.ranks({"pp": 0, "tp": 0}) == (0, 4, 8)
     assert mesh.ranks({"dp": 0, "tp": 0}) == (0, 12)
     assert mesh.coords(23) == {"tp": 3, "dp": 2, "pp": 1}
+
+
+def test_an_order_says_which_ranks_are_neighbours() -> None:
+    mesh = Mesh(pp=2, dp=3, tp=4, order=("tp", "pp"))
+    assert mesh.axes == ("tp", "pp", "dp")
+    assert mesh.ranks({"dp": 0, "tp": 0}) == (0, 4) and mesh.ranks({"pp": 0, "tp": 0}) == (0, 8, 16)
+    assert str(mesh) == "Mesh(dp=3, pp=2, tp=4, order=('tp', 'pp'))" == str(eval(str(mesh)))
+    assert mesh.split("tp", (2, 2)).axes == ("tp.1", "tp.0", "pp", "dp")
+    assert Mesh(pp=2, dp=2, order=("dp", "pp")) == Mesh(pp=2, dp=2) == Mesh(pp=2, dp=2, order="dp")
+    for order in (("tp", "tp"), ("data",)):
+        with pytest.raises(CompileError, match="is unknown or stands twice; each of tp, cp, ep"):
+            Mesh(pp=2, order=order)
 
 
 def test_axes_of_size_one_do_not_matter() -> None:

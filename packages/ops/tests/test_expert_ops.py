@@ -188,6 +188,8 @@ CALLS: dict[str, Any] = {
     "grouped_mm": lambda x, c, s, r, n, w, g: (r, n, w),
     "grouped_mm_dgrad": lambda x, c, s, r, n, w, g: (g, n, w),
     "grouped_mm_wgrad": lambda x, c, s, r, n, w, g: (r, n, g),
+    "grouped_add": lambda x, c, s, r, n, w, g: (g, n, w[:, 0]),
+    "grouped_add_wgrad": lambda x, c, s, r, n, w, g: (g, n),
     "unroute": lambda x, c, s, r, n, w, g: (r, c, s),
     "unroute_dgrad": lambda x, c, s, r, n, w, g: (x, c, s),
     "unroute_wgrad": lambda x, c, s, r, n, w, g: (x, c, r, torch.float32),
@@ -235,7 +237,9 @@ def test_kernels_called_directly_give_what_the_ops_give(name: str) -> None:
 
 def test_calls_cover_the_ops_of_experts() -> None:
     ops = {
-        f.op._schema.name for n in ("route", "grouped_mm", "unroute") for f in PORTABLE[n].formulas
+        f.op._schema.name
+        for n in ("route", "grouped_mm", "grouped_add", "unroute")
+        for f in PORTABLE[n].formulas
     }
     assert ops == {f"piper::{name}" for name in CALLS}
 
@@ -406,7 +410,7 @@ def test_cuda_computes_what_the_cpu_computes(dtype: torch.dtype) -> None:
             assert not there[64:].any()
         else:
             assert not there[1].any()
-    assert experts._has_kernel(rows.cuda(), weight.cuda()) is (dtype == torch.bfloat16)
+    assert experts.has_kernel(rows.cuda(), weight.cuda()) is (dtype == torch.bfloat16)
 
 
 @each_case("dtype", [torch.float32, torch.float64])

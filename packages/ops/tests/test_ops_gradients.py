@@ -164,6 +164,7 @@ BY_EXPERTS = {n for n in piper_ops.PORTABLE if n.startswith("experts_")} | {
     "route",
     "grouped_mm",
     "grouped_mm_wgrad_",
+    "grouped_add",
     "unroute",
 }
 OF_EXPERTS = {f.op for p in piper_ops.PORTABLE.values() if p.name in BY_EXPERTS for f in p.formulas}

@@ -106,6 +106,7 @@ def test_a_measured_transfer_waits_until_all_its_ends_are_there() -> None:
     )
 
 
+@pytest.mark.long
 def test_many_thousand_ranks_are_a_small_page(tmp_path: Path) -> None:
     plan = samples.plan_of(pp=16, dp=1024, microbatches=64)
     samples.write_simulation_by_role(tmp_path, plan)

@@ -1,6 +1,7 @@
 """The inline engine: equal to one device, deadlocks and failures named, faults noticed."""
 
 import gc
+import os
 import re
 from dataclasses import replace
 from typing import Any
@@ -149,6 +150,31 @@ def test_an_allocation_that_fails_names_the_bytes_of_the_plan(
     assert told[4] == size_text(usages[int(told[1])])
     assert "activation" in told[5]
     assert (told[6], told[7]) == (size_text(role.peak_bytes), role.program[role.peak_at].name)
+
+
+@pytest.mark.parametrize("launcher", ["inline", "processes"])
+def test_an_allocation_of_the_state_names_its_bytes(launcher: str) -> None:
+    """The optimizer allocates in ranks alone: inline they call it for the second time, else in another process."""
+    calls, home = [0], os.getpid()
+
+    def large(named: Any) -> torch.optim.Optimizer:
+        calls[0] += 1
+        if os.getpid() != home or (launcher == "inline" and calls[0] > 1):
+            raise RuntimeError(CPU)
+        return adamw(named)
+
+    plan, job = chain(optimizer=large)
+    states = [sum(s.nbytes for s in role.states) for role in plan.roles]
+    with pytest.raises(ExecutionError) as failed:
+        execute(plan, CODE, job, steps=1, launcher=launcher)
+    told = re.search(
+        r"rank (\d), while it loads its state: .*can't allocate memory.*The plan says that the rank holds "
+        r"(\S+ \S+) \((.*)\) before its first step, and (\S+ \S+) in (\S+), its peak",
+        str(failed.value),
+    )
+    assert told is not None, failed.value
+    assert told[2] == size_text(states[int(told[1])]) and "optim" in told[3]
+    assert told[4] == size_text(plan.role_of(int(told[1])).peak_bytes)
 
 
 def test_a_loss_that_is_not_finite_names_step_rank_and_microbatch() -> None:

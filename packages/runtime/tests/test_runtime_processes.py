@@ -183,7 +183,7 @@ def test_a_fault_at_a_random_instant_is_named_and_leaves_nothing(kind: str, pair
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(100, 130))
+@pytest.mark.parametrize("seed", range(100, 110))
 @pytest.mark.parametrize("kind", KINDS)
 def test_faults_at_random_instants(kind: str, seed: int, pair: Pool) -> None:
     named_and_ended(pair, kind, seed, launcher="processes")

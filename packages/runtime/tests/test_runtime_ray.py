@@ -168,7 +168,7 @@ def test_a_fault_at_a_random_instant_is_named_and_leaves_nothing(kind: str, pool
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(100, 130))
+@pytest.mark.parametrize("seed", range(100, 105))
 @pytest.mark.parametrize("kind", KINDS)
 def test_faults_at_random_instants(kind: str, seed: int, pool: RayPool) -> None:
     named_and_ended(pool, kind, seed, launcher="ray")

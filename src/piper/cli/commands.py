@@ -40,6 +40,7 @@ from piper.cli.options import (
 )
 from piper.cli.record_commands import command_of
 from piper.cli.run_arguments import LaunchArguments, RunArguments
+from piper.cli.trace_options import TraceArguments
 from piper_ir.ground.errors import JobError
 
 app = typer.Typer(
@@ -167,6 +168,18 @@ def profile(arguments: ProfileArguments) -> None:
     from piper.cli.actions import measuring
 
     measuring.measure(arguments)
+
+
+@app.command()
+@command_of(TraceArguments)
+def trace(arguments: TraceArguments) -> None:
+    """Say where the time of steps went in traces of torch.profiler, of any system; hold them beside a strategy.
+
+    Example: piper trace rank0_trace.json.gz rank1_trace.json.gz --job FILE.py --cluster h100x8 --calibrate costs.json
+    """
+    from piper.cli.actions import tracing
+
+    tracing.traced(arguments)
 
 
 @app.command()

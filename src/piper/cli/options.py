@@ -379,6 +379,14 @@ RangesOption = Annotated[
     bool,
     typer.Option("--ranges", help="names of instructions in profilers (record_function, NVTX)"),
 ]
+ProfilerOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--profiler",
+        metavar="DIR",
+        help="write a trace of torch's profiler there, of each rank's last step, for `piper trace`",
+    ),
+]
 CheckpointOption = Annotated[
     Path | None,
     typer.Option(

@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from piper_runtime.launch import Launch, Launcher, RunOptions
 
 HANDED_ON = (
-    "strategy", "steps", "costs", "log", "timeout_s", "out", "ranges", "checkpoint", "every", "snapshot", "resume", "loader",
-    "restarts",
+    "strategy", "steps", "costs", "log", "timeout_s", "out", "ranges", "profiler", "checkpoint", "every", "snapshot", "resume",
+    "loader", "restarts",
 )  # fmt: skip
 """The options that command lines of `piper launch` hand on to `piper run`."""
 OF_RAY = ("on_loss", "spares")
 """The options that they hand on under Ray."""
 OF_TRAINING = (
-    "launcher", "address", "log", "ranges", "checkpoint", "every", "snapshot", "resume", "loader", *OF_RAY, "restarts",
+    "launcher", "address", "log", "ranges", "profiler", "checkpoint", "every", "snapshot", "resume", "loader", *OF_RAY,
+    "restarts",
 )  # fmt: skip
 """The options that an emulated run does not take."""
 OF_EXECUTE = (
@@ -45,6 +46,7 @@ class LaunchArguments:
     nodes: flags.NodesOption = None
     log: flags.LogOption = flags.LOG
     ranges: flags.RangesOption = False
+    profiler: flags.ProfilerOption = None
     checkpoint: flags.CheckpointOption = None
     every: flags.EveryOption = None
     snapshot: flags.SnapshotOption = None
@@ -119,6 +121,7 @@ class RunArguments(LaunchArguments):
             cluster=self.address,
             timeout_s=self.timeout_s,
             ranges=self.ranges,
+            profiler=self.profiler,
             checkpoint=self.checkpoints(),
             resume="latest" if self.resume else None,
             loader=flags.loader_of(self.loader),

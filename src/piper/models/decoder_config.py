@@ -66,7 +66,9 @@ class Experts:
         top_groups: Groups that a token's experts are chosen from. The score of a group is the sum of its two best
             (sigmoid; DeepSeek-V3, arXiv 2412.19437, section 2.1.2) or its best (softmax; DeepSeek-V2).
         balance: The weight of the loss that balances experts; 0 for none. The model then returns that loss, too.
-        bias: Whether experts have biases; they cannot have any yet.
+        bias: Whether the products of experts and of their router have biases (GPT-OSS).
+        clamp: The bound of an expert's gate and up products (GPT-OSS: 7.0), which are then multiplied as
+            activation(min(gate, clamp)) x (1 + max(min(up, clamp), -clamp)); None for no bound and no 1.
     """
 
     number: int
@@ -82,6 +84,7 @@ class Experts:
     top_groups: int = 1
     balance: float = 0.0
     bias: bool = False
+    clamp: float | None = None
 
     def __post_init__(self) -> None:
         sizes = ("number", "top_k", "hidden", "groups", "top_groups")
@@ -92,11 +95,6 @@ class Experts:
             raise JobError(f"Experts(top_k={self.top_k}): there are {self.number} experts")
         self._check_groups()
         self._check_numbers()
-        if self.bias:
-            raise JobError(
-                "Experts(bias=True): experts cannot have biases yet; bias=False is accepted, which leaves out "
-                "number x (2 x hidden + width) parameters of a layer"
-            )
 
     def _check_groups(self) -> None:
         check_multiple(self, "number", self.number, "groups", self.groups)
@@ -118,6 +116,10 @@ class Experts:
             )
         if isinstance(shared, bool) or not isinstance(shared, int) or shared < 0:
             raise JobError(f"Experts(shared_hidden={shared!r}): an integer from 0 on is needed")
+        if self.clamp is not None and not self.clamp > 0:
+            raise JobError(
+                f"Experts(clamp={self.clamp!r}): a positive number is needed, such as 7.0, or None"
+            )
         if self.shared_gate and not shared:
             raise JobError("Experts(shared_gate=True): shared_hidden is needed, too")
         for name in ("scale", "balance"):
@@ -338,7 +340,9 @@ class DecoderFields:
              "head_dim and kv_heads follow from it; leave them out"),
             ("latent", self.latent, latent and (self.qk_norm or self.attention_bias != "none"),
              "qk_norm=False and attention_bias='none' are accepted with it"),
-            ("mlp_bias", True, self.mlp_bias and self.experts is not None, "experts cannot have biases yet; False is accepted"),
+            ("mlp_bias", True, self.mlp_bias and self.experts is not None, "experts say their own: Experts(bias=True)"),
+            ("gated", False, not self.gated and self.experts is not None and self.experts.clamp is not None,
+             "Experts(clamp=...) bounds a gate and needs one; True is accepted"),
             ("dense_layers", self.dense_layers, self.dense_layers > 0 and self.experts is None, "it needs `experts`"),
             ("tied", True, self.tied and self.head_bias, "head_bias=False is needed"),
         ]  # fmt: skip

@@ -11,6 +11,7 @@ cut into microbatches. The products of the experts are a region with the coordin
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,10 @@ from piper.models.decoder_config import Experts
 from piper.models.parts import ACTIVATIONS, Activation, FeedForward
 from piper_capture import region
 from piper_ir.ground.expert_tokens import EXPERT_TOKENS
-from piper_ops import grouped_mm, route, unroute
+from piper_ops import grouped_add, grouped_mm, route, unroute
+
+Product = Literal["gate", "up", "down"]
+"""The products of an expert, by the name of their weights."""
 
 
 class ExpertLayer(nn.Module):
@@ -38,7 +42,7 @@ class ExpertLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.activation, self.gated = config, ACTIVATIONS[activation], gated
-        self.router = nn.Linear(width, config.number, bias=False)
+        self.router = nn.Linear(width, config.number, bias=config.bias)
         self.register_buffer(
             EXPERT_TOKENS, torch.zeros(2 * config.number, dtype=torch.int64), persistent=False
         )
@@ -48,6 +52,11 @@ class ExpertLayer(nn.Module):
         self.up, self.down = (
             nn.Parameter(torch.empty(shape).normal_(std=0.02)) for shape in (wide, narrow)
         )
+        if config.bias:
+            if gated:
+                self.gate_bias = nn.Parameter(torch.zeros(config.number, config.hidden))
+            self.up_bias = nn.Parameter(torch.zeros(config.number, config.hidden))
+            self.down_bias = nn.Parameter(torch.zeros(config.number, width))
         if config.shared_hidden:
             self.shared = FeedForward(width, config.shared_hidden, activation, gated=gated)
         if config.shared_gate:
@@ -168,10 +177,15 @@ class ExpertLayer(nn.Module):
         self.count(
             (chosen.unsqueeze(-1) == numbers).sum(1), capacity=self.config.top_k
         )  # of one token each: none is without
+        biased = self.config.bias
         with region(experts=0):
             took, counts = route(x.flatten(0, 1), chosen, self.config.number)
-            hidden = self.hidden(took, lambda x, weight: grouped_mm(x, counts, weight))
-            y = unroute(grouped_mm(hidden, counts, self.down), chosen, share)
+
+            def product(x: Tensor, name: Product) -> Tensor:
+                y: Tensor = grouped_mm(x, counts, getattr(self, name))
+                return grouped_add(y, counts, getattr(self, f"{name}_bias")) if biased else y
+
+            y = unroute(product(self.hidden(took, product), "down"), chosen, share)
         return y.view_as(x)
 
     def count(self, chose: Tensor, capacity: int) -> None:
@@ -184,15 +198,22 @@ class ExpertLayer(nn.Module):
         Devices that share experts compute the region in parts; experts stand first at its ends.
         """
         rows, experts, capacity, width = x.shape
-        x = x.transpose(0, 1)
+        x, biased = x.transpose(0, 1), self.config.bias
         with region(experts=0):
             x = x.reshape(experts, rows * capacity, width)
-            y = torch.bmm(self.hidden(x, torch.bmm), self.down)
-            y = y.view(experts, rows, capacity, width)
+
+            def product(x: Tensor, name: Product) -> Tensor:
+                y = torch.bmm(x, getattr(self, name))
+                return y + getattr(self, f"{name}_bias").unsqueeze(1) if biased else y
+
+            y = product(self.hidden(x, product), "down").view(experts, rows, capacity, width)
         return y.transpose(0, 1)
 
-    def hidden(self, x: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def hidden(self, x: Tensor, product: Callable[[Tensor, Product], Tensor]) -> Tensor:
         """Return the elements between an expert's products."""
-        if self.gated:
-            return self.activation(product(x, self.gate)) * product(x, self.up)
-        return self.activation(product(x, self.up))
+        if not self.gated:
+            return self.activation(product(x, "up"))
+        gate, up = product(x, "gate"), product(x, "up")
+        if (bound := self.config.clamp) is not None:
+            gate, up = gate.clamp(max=bound), up.clamp(-bound, bound) + 1
+        return self.activation(gate) * up

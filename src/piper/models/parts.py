@@ -15,15 +15,19 @@ from torch import Tensor, nn
 
 from piper_ir.ground.errors import JobError
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "squared_relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu"]
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": F.relu,
     "squared_relu": lambda x: F.relu(x).square(),
 }
-"""The functions of a feed-forward part, by name; squared_relu is that of Primer (arXiv 2109.08668)."""
+"""The functions of a feed-forward part, by name.
+
+squared_relu is that of Primer (arXiv 2109.08668), quick_gelu the sigmoid form of GELU (arXiv 1606.08415, section 2).
+"""
 
 
 def check_sizes(config: object, **sizes: object) -> None:

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from piper.planning.foreign import model_sizes
 from piper_compiler import Strategy, partition, recipes, recompute
-from piper_compiler.directives import order, overlap, place, replicate, shard, split, split_backward
+from piper_compiler.directives import (
+    order,
+    overlap,
+    place,
+    replicate,
+    shard,
+    split,
+    split_backward,
+    tile_loss,
+)
 from piper_interop import DeviceLayout, JobDescription, ModelSizes, Recomputation
 from piper_ir.ground.errors import DirectiveError, JobError
 from piper_ir.ground.select import ANY, where
@@ -32,7 +41,7 @@ def description(job: Job, strategy: Strategy, name: str) -> JobDescription:
     Raises JobError for a strategy that has no such words: several `replicate`, a schedule of its own, parts of a model.
     """
     rest = [d for d in strategy.directives if isinstance(d, PIPELINE)]
-    layout = _shares(strategy, DeviceLayout())
+    layout = _shares(strategy, DeviceLayout(order=strategy.mesh.order))
     layout = _replicas(strategy, _pipeline(rest, strategy, layout))
     microbatches = next((d.microbatches for d in rest if isinstance(d, split)), 1)
     parts = layout.replicas * microbatches
@@ -53,6 +62,7 @@ def description(job: Job, strategy: Strategy, name: str) -> JobDescription:
         compute=precision.compute or precision.params or "float32",
         reduce=precision.reduce or precision.params or "float32",
         clip_norm=job.clip_norm,
+        loss_tiles=next((d.tiles for d in strategy.directives if isinstance(d, tile_loss)), 1),
     )
 
 
@@ -67,9 +77,11 @@ def _sizes(job: Job) -> ModelSizes:
 def _shares(strategy: Strategy, layout: DeviceLayout) -> DeviceLayout:
     """Return the layout with the axes along which devices share chunks."""
     for item in (d for d in strategy.directives if isinstance(d, shard)):
-        size = strategy.mesh.size(item.over)
+        size = strategy.mesh.degree(strategy.mesh.along(item.joined))
         if item.experts:
-            layout = replace(layout, ep=size)
+            layout = replace(
+                layout, ep=size, folded=tuple(a for a in item.axes if a in ("tp", "cp"))
+            )
         elif item.index == "tokens":
             layout = replace(layout, cp=size, attention=item.attention)
         elif item.selection == where() and not item.index:
@@ -107,6 +119,8 @@ def _replicas(strategy: Strategy, layout: DeviceLayout) -> DeviceLayout:
         reshard=item.resident_mb != "step",
         bucket_mb=None if item.bucket_mb == replicate.bucket_mb else float(item.bucket_mb),
         prefetch=None if item.prefetch == replicate.prefetch else item.prefetch,
+        whole_mb=float(item.whole_mb) if item.shards.params else 0,
+        overlap=item.overlap,
     )
 
 

@@ -54,6 +54,9 @@ def _role(
     yield (
         f"  {role.role:10} {_gathers(gathered, whole, _room([p.resident_bytes for p in policies]))}"
     )
+    if whole and (small := [b for b in buckets if not b.shard.params]):
+        size = sum(b.numel * ITEM_BYTES[b.compute_dtype] for b in small)
+        yield f"             {len(small)} of these stay whole through the step, {size_text(size)} (whole_mb)"
     whole = sum(b.numel * ITEM_BYTES[b.reduce_dtype] for b in buckets if b.shard.grads)
     yield f"             {_scatters(reduced, whole, _room([p.reduced_bytes for p in policies]))}"
 

@@ -27,6 +27,7 @@ from piper_capture.store.layout_facts import (
 )
 from piper_capture.store.sharding import with_shardings
 from piper_capture.store.stored import StoredCode, StoredTrace, extent, restored, stored
+from piper_capture.store.tiles import with_tiles
 from piper_capture.store.traced import Traced
 from piper_capture.store.variants import with_policies
 from piper_capture.torch_api._torch_context import (
@@ -73,4 +74,5 @@ __all__ = [
     "with_layers",
     "with_policies",
     "with_shardings",
+    "with_tiles",
 ]

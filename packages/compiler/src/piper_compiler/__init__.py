@@ -36,6 +36,7 @@ from piper_compiler.directives import (
     split,
     split_backward,
     stream,
+    tile_loss,
 )
 from piper_compiler.interchange import Schedule, read_schedule_csv, write_schedule_csv
 from piper_compiler.passes import EVERYWHERE, FORGETS, states, windows, with_buckets
@@ -84,6 +85,7 @@ __all__ = [
     "steps_of",
     "stream",
     "synthetic",
+    "tile_loss",
     "windows",
     "with_buckets",
     "with_fixed_stages",

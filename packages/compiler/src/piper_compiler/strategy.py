@@ -70,7 +70,8 @@ class Strategy:
         head: dict[str, Any] = {
             "format": "Strategy",
             "version": STRATEGY_VERSION,
-            "mesh": dict(self.mesh.sizes),
+            "mesh": dict(self.mesh.sizes)
+            | ({"order": list(self.mesh.order)} if self.mesh.order else {}),
         }
         if self.params:
             head["params"] = dict(self.params)
@@ -120,7 +121,11 @@ def _flatten(items: Iterable[Any]) -> Iterable[Directive]:
 
 
 def _mesh(data: dict[str, Any], where: str) -> Mesh:
-    for axis, size in data.items():
+    order = data.get("order", [])
+    if not isinstance(order, list) or not all(isinstance(name, str) for name in order):
+        raise FormatError(f"{where}.order: names of axes are expected, found {order!r}")
+    sizes = {axis: size for axis, size in data.items() if axis != "order"}
+    for axis, size in sizes.items():
         if axis not in AXES:
             raise FormatError(
                 f"{where}: unknown axis {axis!r}; the axes are {', '.join(sorted(AXES))}"
@@ -128,7 +133,7 @@ def _mesh(data: dict[str, Any], where: str) -> Mesh:
         if type(size) is not int or size < 1:
             raise FormatError(f"{where}.{axis}: a positive integer is expected, found {size!r}")
     try:
-        return Mesh(**data)
+        return Mesh(order=order, **sizes)
     except CompileError as e:  # the sizes together; only here is it known where
         raise FormatError(f"{where}: {e}") from None
 

@@ -17,6 +17,7 @@ from piper_ops.costing.workspace import (
     peak_bytes_inside,
     room_of_rounds,
 )
+from piper_ops.experts.biases import grouped_add, grouped_add_wgrad
 from piper_ops.experts.experts import (
     grouped_mm,
     grouped_mm_dgrad,
@@ -172,6 +173,8 @@ __all__ = [
     "embedding_part",
     "embedding_part_dgrad",
     "forward_step",
+    "grouped_add",
+    "grouped_add_wgrad",
     "grouped_mm",
     "grouped_mm_dgrad",
     "grouped_mm_wgrad",

@@ -15,6 +15,7 @@ from piper_ir.plan.plan import COMPUTE, Plan
 from piper_ir.program.ops import Compute
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.durations.cost_model import Work
+from piper_simulator.durations.expert_loads import tokens_of
 from piper_simulator.durations.expert_work import loaded
 
 
@@ -104,7 +105,8 @@ def _visited(plan: Plan, tokens: int) -> dict[str, float]:
             each = rows.get(shape, 0.0)
             if not each and len(shape) == 3 and shape[0]:
                 each = shared.get(shape[1:], 0.0) / shape[0]
-            there = tokens * plan.mesh.size(chunk.experts)
+            ranks = plan.mesh.degree(plan.mesh.along(chunk.experts))
+            there = tokens_of(chunk, tokens) * ranks
             if 0 < each < there:
                 visited[name] = max(visited.get(name, 0.0), each / there)
     return visited

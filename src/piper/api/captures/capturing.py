@@ -72,12 +72,13 @@ def rewritten(traced: Traced | Captured, request: CaptureRequest) -> Captured:
 
     Regions that the model itself puts under `torch.utils.checkpoint` have their variants, too.
     """
-    from piper_capture import with_layers, with_policies, with_shardings
+    from piper_capture import with_layers, with_policies, with_shardings, with_tiles
 
     with working("cutting the model at its layers"), no_garbage_collection():
         captured = with_layers(traced, request.layers)
     write_first(traced)
     with no_garbage_collection():
+        captured = with_tiles(captured, request.tiles)
         if request.shardings:
             captured = with_shardings(captured, request.shardings)
         policies = request.policies

@@ -195,7 +195,8 @@ def _wider(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
     if any(axis.startswith("tp.") for axis in mesh.axes):
         return
     try:
-        wide = Mesh((*others, ("tp", tp), ("dp", dp // 2 if dp % 2 == 0 else dp)))
+        sizes = (*others, ("tp", tp), ("dp", dp // 2 if dp % 2 == 0 else dp))
+        wide = Mesh(sizes, mesh.order)
     except PiperError:  # more ranks than any mesh has
         return
     names = [f"tp={tp}", *([f"dp={dp // 2}"] if dp % 2 == 0 else []), *([word] if word else [])]

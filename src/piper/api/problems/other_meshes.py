@@ -76,7 +76,7 @@ def on_devices(strategy: Strategy, world: int, global_batch: int) -> Iterator[St
     ):
         if sizes["pp"] != strategy.mesh.size("pp") and known is None:
             continue
-        mesh = Mesh((*fixed.items(), *sizes.items()))
+        mesh = Mesh((*fixed.items(), *sizes.items()), strategy.mesh.order)
         for microbatches in _microbatches(strategy, mesh, global_batch):
             try:
                 yield Strategy(mesh, _resized(strategy, known, mesh, microbatches))
@@ -138,5 +138,5 @@ def _resized(
 def _alone(item: Directive, mesh: Mesh) -> bool:
     """Return whether a directive lets one device replicate something, or share experts."""
     if isinstance(item, shard) and item.experts:
-        return mesh.size(item.over) == 1
+        return not mesh.along(item.joined)
     return isinstance(item, replicate) and all(mesh.size(axis) == 1 for axis in item.over)

@@ -12,7 +12,7 @@ import copy
 import importlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass
 from fnmatch import fnmatchcase
 from types import ModuleType
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from piper.api.reference.reference_casts import MixedCasts
 from piper.api.reference.reference_random import RandomState
 from piper.api.reference.reference_weights import cast_tensors, constructed, load_weights
 
@@ -165,7 +166,8 @@ class _Trainer:
         """Run one optimizer step; return the loss and the gradients that the optimizer saw."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        loss = self._whole_batch(step) if self.whole else self._accumulated(step)
+        with MixedCasts() if self.compute != self.wide else nullcontext():
+            loss = self._whole_batch(step) if self.whole else self._accumulated(step)
         self.updated.take_sums()
         if self.job.clip_norm is not None:
             nn.utils.clip_grad_norm_([p for _, p in self.updated.named()], self.job.clip_norm)
@@ -284,34 +286,22 @@ class _Trainer:
     def _called(self, step: int, rows: range) -> tuple[Any, Any]:
         """Return the output of the model for some rows, and their targets, as a loss gets them."""
         inputs, targets = _pair(self.job.batch(step, rows))
-        inputs = pytree.tree_map(self._cast, inputs)
-        targets = pytree.tree_map(lambda leaf: self._cast(leaf, self.wide), targets)
+        inputs, targets = pytree.tree_map(self._widened, (inputs, targets))
         if isinstance(inputs, tuple):
             output = self.model(*inputs)
         elif isinstance(inputs, Mapping):
             output = self.model(**inputs)
         else:
             output = self.model(inputs)
-        if any(
-            isinstance(t, Tensor) and t.is_floating_point() for t in pytree.tree_leaves(targets)
-        ):
-            output = pytree.tree_map(
-                lambda leaf: self._cast(leaf, self.wide), output
-            )  # of two dtypes a loss takes one
+        if any(_number(leaf) for leaf in pytree.tree_leaves(targets)):
+            output = pytree.tree_map(self._widened, output)  # of two dtypes a loss takes one
         return output, targets
 
-    def _cast(self, leaf: Any, dtype: torch.dtype | None = None) -> Any:
-        """Return a leaf in this dtype, or in the compute dtype: a loss gets its targets as they are."""
+    def _widened(self, leaf: Any) -> Any:
+        """Return a leaf of a batch in the wide dtype, in which a loss reads it."""
         if isinstance(leaf, Mapping):
-            return {
-                key: pytree.tree_map(lambda part: self._cast(part, dtype), item)
-                for key, item in leaf.items()
-            }
-        return (
-            leaf.to(dtype or self.compute)
-            if isinstance(leaf, Tensor) and leaf.is_floating_point()
-            else leaf
-        )
+            return {key: pytree.tree_map(self._widened, item) for key, item in leaf.items()}
+        return leaf.to(self.wide) if _number(leaf) else leaf
 
 
 def _scalar(loss: Any) -> Tensor:

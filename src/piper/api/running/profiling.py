@@ -112,7 +112,9 @@ def profile(
     target = compile(job, strategy)
     chosen = _rows(job.global_batch, rows, target.plan.rows)
     shares = tuple(d for d in strategy.directives if isinstance(d, shard))
-    alone = Mesh(tuple((d.over, strategy.mesh.size(d.over)) for d in shares))
+    axes = dict.fromkeys(axis for d in shares for axis in d.axes)
+    sizes = tuple((axis, strategy.mesh.size(axis)) for axis in axes)
+    alone = Mesh(sizes, strategy.mesh.order)
     singles = [_one_replica(job, r, alone, shares) for r in chosen]
     policies = list(_policies(target, strategy, keep))
     again = [_one_replica(job, r, alone, (*shares, policy)) for policy in policies for r in chosen]
@@ -156,7 +158,9 @@ def _one_replica(job: Job, rows: int, mesh: Mesh, directives: Sequence[Directive
 
 def _axes_of_experts(directives: Sequence[Directive]) -> tuple[str, ...]:
     """Return the axes whose devices share experts, and have rows of their own elsewhere."""
-    return tuple(d.over for d in directives if isinstance(d, shard) and d.experts)
+    every = [d for d in directives if isinstance(d, shard)]
+    sharing = {axis for d in every if d.shares_tokens for axis in d.axes}
+    return tuple(axis for d in every if d.experts for axis in d.axes if axis not in sharing)
 
 
 def _policies(target: Compiled, strategy: Strategy, more: Sequence[str]) -> Iterator[recompute]:
@@ -187,7 +191,10 @@ def _sharing(job: Job, rows: int, mesh: Mesh, shares: Sequence[Directive]) -> li
     own = _axes_of_experts(shares)
     jobs = {n: replace(job, global_batch=rows * n * mesh.degree(own)) for n in SHARING}
     zero = (*shares, *recipes.data_parallel(over=("dp", *own), zero=2))
-    return [compile(of, Strategy(Mesh(mesh.sizes, dp=n), zero)).plan for n, of in jobs.items()]
+    return [
+        compile(of, Strategy(Mesh(mesh.sizes, mesh.order, dp=n), zero)).plan
+        for n, of in jobs.items()
+    ]
 
 
 def _requests(

@@ -1,8 +1,9 @@
-"""Find the values between chunks that are no stream of tokens: tables of positions, masks of queries and keys.
+"""Find the values between chunks whose tokens are not their second dimension: tables, masks, and flat tokens.
 
 A table made without the batch and without parameters is equal on every device. So it passes replicated even if devices
 share tokens: if it were sharded, each chunk would gather it again. A mask [queries, keys] has tokens in both dimensions
-if a chunk indexes both alike. It is sharded along the first, as the queries are.
+if a chunk indexes both alike. It is sharded along the first, as the queries are. What the experts of a mixture take is
+often [rows x tokens, width]; it is [rows x tokens / n, width] on each of n devices that share the tokens.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import fx
 from piper_capture.graphs.closures import ancestors, is_random
 from piper_capture.graphs.stepgraph import TOKENS, Joint
 from piper_capture.layouts import Agreed, key_of, taken_apart
+from piper_ir.ground.sizes import Affine, TensorSpec
 from piper_ir.program.program import Chunk, Program
 
 
@@ -103,3 +105,27 @@ def with_tables(
         first_inputs=first_inputs,
         first_outputs=first_outputs,
     )
+
+
+def is_flat(spec: TensorSpec, tokens: int) -> bool:
+    """Return whether a value's first dimension is rows x tokens."""
+    return tokens > 1 and spec.shape[:1] == (Affine(0, tokens),)
+
+
+def flat_values(program: Program, tokens: int) -> frozenset[str]:
+    """Return such values, as "chunk:out0"; none for 0 tokens."""
+    return frozenset(
+        f"{chunk.id}:out{k}"
+        for chunk in program.chunks
+        for k, output in enumerate(chunk.outputs)
+        if is_flat(output.spec, tokens)
+    )
+
+
+def with_flat(agreed: Agreed, chunk: Chunk, flat: frozenset[str], tokens: int) -> Agreed:
+    """Return the agreement of a chunk, extended by its inputs and outputs that are such values."""
+    if not flat:
+        return agreed
+    inputs = frozenset(k for k, i in enumerate(chunk.inputs) if i.kind == "value" and i.ref in flat)
+    outputs = frozenset(k for k in range(len(chunk.outputs)) if f"{chunk.id}:out{k}" in flat)
+    return replace(agreed, flat_inputs=inputs, flat_outputs=outputs, row_tokens=tokens)

@@ -14,7 +14,11 @@ from torch import fx
 from piper_capture.graphs import local_rules as local
 from piper_capture.graphs.conjugates import compute_bits
 from piper_capture.graphs.expert_rounds_inplace import add_further_rounds_in_place
-from piper_capture.graphs.inplace import add_products_in_place, reuse_dying_arguments
+from piper_capture.graphs.inplace import (
+    add_products_in_place,
+    add_scaled_in_place,
+    reuse_dying_arguments,
+)
 from piper_capture.graphs.padded_sums import join_padded_parts
 from piper_capture.graphs.rewriting import Rule, rewrite
 from piper_capture.graphs.stepgraph import StepGraph
@@ -38,6 +42,7 @@ JOINT: tuple[Rule, ...] = (
 STEP: tuple[Callable[[StepGraph], None], ...] = (
     add_further_rounds_in_place,  # gradients of further rounds of experts -> added in place
     add_products_in_place,        # add_(total, mm(a, b))                  -> addmm_(total, a, b)
+    add_scaled_in_place,          # add_(total, mul(x, scalar))            -> addcmul_(total, x, scalar)
     reuse_dying_arguments,        # add(a, b)                              -> add_(a, b)
 )
 # fmt: on

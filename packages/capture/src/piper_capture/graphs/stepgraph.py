@@ -40,6 +40,9 @@ class Joint:
         exchanged_outputs: likewise outputs.
         first_inputs: inputs that are sharded along their first dimension, not along the second.
         first_outputs: likewise outputs.
+        flat_inputs: inputs whose first dimension is rows x tokens, as experts take them.
+        flat_outputs: likewise outputs.
+        row_tokens: the tokens of a row in these.
     """
 
     graph: fx.Graph
@@ -56,6 +59,19 @@ class Joint:
     exchanged_outputs: tuple[int, ...] = ()
     first_inputs: tuple[int, ...] = ()
     first_outputs: tuple[int, ...] = ()
+    flat_inputs: tuple[int, ...] = ()
+    flat_outputs: tuple[int, ...] = ()
+    row_tokens: int = 0
+
+    @property
+    def flat(self) -> frozenset[fx.Node]:
+        """Return the inputs and outputs whose first dimension is rows x tokens."""
+        return frozenset(
+            (
+                *(self.inputs[k] for k in self.flat_inputs),
+                *(self.outputs[k] for k in self.flat_outputs),
+            )
+        )
 
     @property
     def first(self) -> frozenset[fx.Node]:
@@ -69,7 +85,7 @@ class Joint:
 
     def tokens_of(self, node: fx.Node) -> int:
         """Return the token dimension of an activation between chunks."""
-        return 0 if node in self.first else TOKENS
+        return 0 if node in self.first or node in self.flat else TOKENS
 
     @property
     def exchanged(self) -> frozenset[fx.Node]:

@@ -36,9 +36,11 @@ from piper_capture.layouts.indexes import key_of
 from piper_capture.layouts.local import Sharded, sharded
 from piper_capture.layouts.names import AskedIndexes, Nested, ParamNames
 from piper_capture.layouts.reasons import title, wants_whole
+from piper_capture.layouts.rules.rules_experts import BY_EXPERT
 from piper_ir.program.layout import Sharding
 
 __all__ = [
+    "BY_EXPERT",
     "HEADS",
     "PARTIAL",
     "Agreed",
@@ -61,6 +63,7 @@ __all__ = [
     "title",
     "uneven",
     "wants_whole",
+    "with_flat_tokens",
 ]
 
 
@@ -75,6 +78,9 @@ class Agreed:
         made: the outputs that are constants, which stay replicated.
         first_inputs: the inputs that are sharded in their first dimension, and not in the second.
         first_outputs: the outputs that are sharded in their first dimension, and not in the second.
+        flat_inputs: the inputs whose first dimension is rows x tokens.
+        flat_outputs: the outputs whose first dimension is rows x tokens.
+        row_tokens: the tokens of a row in these.
         open: the outputs that may be partial sums, as the gradients of all values may be then; None if partial sums
             are reduced before they pass between chunks.
     """
@@ -85,6 +91,9 @@ class Agreed:
     made: frozenset[int] = frozenset()
     first_inputs: frozenset[int] = frozenset()
     first_outputs: frozenset[int] = frozenset()
+    flat_inputs: frozenset[int] = frozenset()
+    flat_outputs: frozenset[int] = frozenset()
+    row_tokens: int = 0
     open: frozenset[int] | None = None
 
     @property
@@ -95,6 +104,10 @@ class Agreed:
         )
         constants += f" first {sorted(self.first_inputs)} {sorted(self.first_outputs)}" * bool(
             self.first_inputs | self.first_outputs
+        )
+        constants += (
+            f" flat {self.row_tokens} {sorted(self.flat_inputs)} {sorted(self.flat_outputs)}"
+            * bool(self.flat_inputs | self.flat_outputs)
         )
         sums = "" if self.open is None else f" open {sorted(self.open)}"
         return f"{sorted(self.whole)} {sorted(self.partial_grads)}{constants}{sums}"
@@ -115,6 +128,16 @@ class Parted:
         """Return the number of shards of an op."""
         axes = zip(self.shared.axes, self.decisions, strict=True)
         return prod(axis.degree for axis, decision in axes if node in decision.along)
+
+
+def with_flat_tokens(joint: Joint, agreed: Agreed) -> Joint:
+    """Return the chunk with the inputs and outputs named whose first dimension is rows x tokens."""
+    return replace(
+        joint,
+        flat_inputs=tuple(sorted(agreed.flat_inputs)),
+        flat_outputs=tuple(sorted(agreed.flat_outputs)),
+        row_tokens=agreed.row_tokens,
+    )
 
 
 def parted(
@@ -154,7 +177,9 @@ def _shared(
     chunks may be partial sums along axes at which chunks are cut.
     """
     joint = replace(
-        joint, first_inputs=tuple(agreed.first_inputs), first_outputs=tuple(agreed.first_outputs)
+        with_flat_tokens(joint, agreed),
+        first_inputs=tuple(agreed.first_inputs),
+        first_outputs=tuple(agreed.first_outputs),
     )
     shared = share(joint, shardings, agreed.whole, params)
     tables = frozenset(shared.joint.inputs[k] for k in agreed.tables) | {

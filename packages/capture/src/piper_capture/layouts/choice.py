@@ -414,19 +414,36 @@ def _size(indexes: Indexed, at: tuple[TensorKey, int]) -> int:
 
 
 def _tokens(joint: Joint, indexes: Indexed) -> Iterator[Nested]:
-    seen, exchanged = set[Nested](), joint.exchanged
+    """Yield the tokens of values between chunks; raise DirectiveError where no op tells them from the rows."""
+    seen, exchanged, flat = set[Nested](), joint.exchanged, joint.flat
+
+    def tokens(node: fx.Node, dims: Sequence[Nested]) -> Nested:
+        nest = dims[joint.tokens_of(node)]
+        return _within_rows(nest, joint.row_tokens) if node in flat else nest
+
     for k, node in enumerate(joint.inputs):
         if (
             joint.kinds[k] in ("value", "batch")
             and node not in exchanged
             and len(indexes.tensors[node, 0]) > TOKENS
         ):
-            seen.add(indexes.tensors[node, 0][joint.tokens_of(node)])
+            seen.add(tokens(node, indexes.tensors[node, 0]))
     for node in joint.outputs:
         dims = indexes.tensors[key_of(node)]
         if node not in exchanged and len(dims) > TOKENS:
-            seen.add(dims[joint.tokens_of(node)])
+            seen.add(tokens(node, dims))
     yield from sorted((n for n in seen if n), key=lambda n: n[0].number)
+
+
+def _within_rows(nest: Nested, tokens: int) -> Nested:
+    """Return the inner indexes of a dimension of rows x tokens, which have all tokens of a row."""
+    for first in range(len(nest) + 1):
+        if prod(i.size for i in nest[first:]) == tokens:
+            return nest[first:]
+    raise DirectiveError(
+        f"shard: a value passes between chunks as [rows x {tokens} tokens, ...], and no operation of one of them takes "
+        f"rows and tokens apart, so devices cannot share the tokens; let it pass as [rows, {tokens}, ...]"
+    )
 
 
 def _unshared(joint: Joint, indexes: Indexed, nest: Nested, degree: int) -> Iterator[Unshared]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from piper_capture.graphs.closures import is_random
 from piper_capture.graphs.stepgraph import Joint
 from piper_capture.layouts.choice import Unshared
 from piper_capture.layouts.context import ATTENTION, BLOCKS, ZIGZAG, tokens_of
@@ -29,9 +30,11 @@ from piper_capture.layouts.emit import Emitter, named_arguments
 from piper_capture.layouts.indexes import Indexed, LoopIndex, OpIndexes, TensorKey, key_of
 from piper_capture.layouts.loops import LoopPlace
 from piper_capture.layouts.reasons import reason, title
+from piper_capture.steps.draws import DRAWN_PART
 from piper_capture.steps.kernels import SHARED
 from piper_capture.steps.phases import backward_nodes
 from piper_capture.values import aliasing
+from piper_capture.values.coordinate import Coordinate
 from piper_ir.program.layout import DimPart, Layout
 
 Placements = tuple[Placement, ...]
@@ -207,12 +210,25 @@ class _Builder:
         """Add an op, and return the nodes of its results, None for unused ones."""
         emitted = self._emit.op(node, op.call.op, named)
         emitted.meta[SHARED] = self._shared(node)
+        if is_random(emitted) and (part := self._drawn(node, op)):
+            emitted.meta[DRAWN_PART] = part
         if not isinstance(node.meta["val"], list | tuple):
             return [emitted]
         used = {u.args[1] for u in node.users if u.target is operator.getitem}
         return [
             self._emit.item(emitted, k) if k in used else None for k in range(len(node.meta["val"]))
         ]
+
+    def _drawn(self, node: fx.Node, op: OpIndexes) -> tuple[Any, ...]:
+        """Return the device's part of the tensor that an op draws, by dimension and loop; () if it is all of it."""
+        placed = {
+            placement: (Coordinate(a.name), Coordinate(a.name, mirrored=placement in a.halves))
+            for placement, a in zip(self._placements((node, 0)), self._axes, strict=True)
+            if isinstance(placement, LoopIndex)
+        }
+        dims = op.results[0]
+        loops = tuple(tuple((i.size, *placed.get(i, (None, None))) for i in dim) for dim in dims)
+        return loops if placed else ()
 
     def _shared(self, node: fx.Node) -> int:
         """Return the number of devices that share the work of an op; devices with rows of their own share none."""

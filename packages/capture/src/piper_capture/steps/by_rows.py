@@ -9,7 +9,7 @@ from torch import fx
 
 from piper_capture.torch_api._torch_joint import OpOverload
 from piper_capture.values import aliasing
-from piper_ops import grouped_mm
+from piper_ops import grouped_add, grouped_mm
 
 aten = torch.ops.aten
 DIMS: dict[object, tuple[int, int]] = {
@@ -25,8 +25,8 @@ DIMS: dict[object, tuple[int, int]] = {
 def takes_any_rows(graph: fx.Graph) -> bool:
     """Return whether a graph of [rows, counts, *stacks] treats all rows alike, and all experts alike.
 
-    It does if it consists of grouped products, of element-wise ops of rows or of stacks that keep the shape, and of ops
-    that split, concatenate or transpose other dimensions, such as a fused gate and up projection.
+    It does if it consists of grouped products and biases, of element-wise ops of rows or of stacks that keep the shape,
+    and of ops that split, concatenate or transpose other dimensions, such as a fused gate and up projection.
     """
     rows, counts, *stacks = graph.find_nodes(op="placeholder")
     kinds = {rows: "rows", counts: "counts", **dict.fromkeys(stacks, "stack")}
@@ -34,7 +34,7 @@ def takes_any_rows(graph: fx.Graph) -> bool:
         if node.op in ("placeholder", "output"):
             continue
         input_kinds = [kinds.get(n) for n in node.all_input_nodes]
-        if node.target is grouped_mm and input_kinds == ["rows", "counts", "stack"]:
+        if node.target in (grouped_mm, grouped_add) and input_kinds == ["rows", "counts", "stack"]:
             kinds[node] = "rows"
         elif (
             len(set(input_kinds)) == 1

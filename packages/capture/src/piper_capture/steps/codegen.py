@@ -33,7 +33,7 @@ from torch import Tensor, fx
 from piper_capture.graphs.closures import is_random
 from piper_capture.graphs.stepgraph import StepGraph
 from piper_capture.steps import exchanges
-from piper_capture.steps.draws import DRAW
+from piper_capture.steps.draws import DRAW, DRAWN_PART
 from piper_capture.steps.schedule import Line
 from piper_capture.torch_api._torch_joint import OpOverload
 from piper_capture.values.concrete import frame_of
@@ -56,6 +56,7 @@ METHODS: Mapping[OpOverload, str] = {
     aten.bmm.default: "bmm",
     aten.addmm.default: "addmm",
     aten.addmm_.default: "addmm_",
+    aten.addcmul_.default: "addcmul_",
     aten.add.Tensor: "add",
     aten.add_.Tensor: "add_",
     aten.mul.Tensor: "mul",
@@ -169,7 +170,8 @@ def _line(line: Line) -> str:
     elif op in METHODS:  # torch.add(0.5, x) has a number as first argument
         call = f"torch.ops.{op}({', '.join([first, *rest])})"
     elif _draws(line):
-        call = f"draw({', '.join([str(node.meta[DRAW]), _global(op), first, *rest])})"
+        part = [f"part={_literal(node.meta[DRAWN_PART])}"] if DRAWN_PART in node.meta else []
+        call = f"draw({', '.join([str(node.meta[DRAW]), _global(op), first, *rest, *part])})"
     else:
         call = f"{FUNCTIONS.get(op) or _global(op)}({', '.join([first, *rest])})"
     return _assigned(line, call, line.drops)

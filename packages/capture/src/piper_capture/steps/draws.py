@@ -17,6 +17,8 @@ from piper_ops import is_draw, refusal_of_draw
 
 DRAW = "piper_draw"
 """The key of a node's meta for the number of a random operation in its chunk."""
+DRAWN_PART = "piper_drawn_part"
+"""The key of a node's meta for a device's part of the drawn tensor: a `piper_ops.random.draws.DrawnPart`."""
 WHOLE = frozenset({"randperm"})
 """The ops whose result elements depend on each other, so that no part of the rows can be drawn separately."""
 

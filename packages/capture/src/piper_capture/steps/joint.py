@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -166,7 +167,7 @@ def _joint(
     constants: Mapping[str, torch.Tensor],
     mutated: tuple[int, ...],
 ) -> Joint:
-    graph = raw.module.graph
+    graph = raw.graph
     _check(graph)
     buffers = [
         raw.primals[k] for k, joint_input in enumerate(inputs) if joint_input.kind == "buffer"
@@ -178,7 +179,7 @@ def _joint(
     names = {raw.primals[len(inputs) + i]: f"constant{i}" for i in range(len(constants))}
     values = {f"constant{i}": value for i, value in enumerate(constants.values())}
     for node in graph.find_nodes(op="get_attr"):
-        value = getattr(raw.module, str(node.target))
+        value = getattr(raw.owner, str(node.target))
         if not isinstance(value, torch.Tensor) or _torch_joint.is_fake(value):
             raise CaptureError(
                 f"a constant of type {type(value).__name__} cannot be kept{_where(node)}; pass it as an input"
@@ -227,7 +228,11 @@ class _Wrapper(torch.nn.Module):
             a.clone() if k in self._mutated else a for k, a in enumerate(args[: self._inputs])
         ]
         constant_by_name = dict(zip(self.constants, args[self._inputs :], strict=True))
-        with torch.device("cpu"), torch.fx.traceback.preserve_node_meta():
+        elsewhere = torch.get_default_device().type != "cpu"
+        with (
+            torch.device("cpu") if elsewhere else nullcontext(),  # it costs a call per operation
+            torch.fx.traceback.preserve_node_meta(),
+        ):
             self._interpreter = Interpreter(self._chunk[0], constant_by_name)
             result = self._interpreter.run(*values)
         outputs = [
@@ -276,6 +281,11 @@ class Interpreter(fx.Interpreter):
         )
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is torch.ops.higher_order.tag_activation_checkpoint:
+            raise CaptureError(
+                f"torch.utils.checkpoint inside the model is not followed{_where(self.node)}; call the function "
+                f"directly, which trains the same model"
+            )
         return super().call_function(target, _on_cpu(args), _on_cpu(_cpu_keyword(kwargs)))
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -372,11 +382,6 @@ def _check(graph: fx.Graph) -> None:
         if node.op != "call_function":
             continue
         target, name = node.target, str(node.target)
-        if node.meta.get("recompute") is not None:
-            raise CaptureError(
-                f"torch.utils.checkpoint inside the model is not followed{_where(node)}; call the function "
-                f"directly, which trains the same model"
-            )
         if isinstance(target, OpOverload):
             if target._schema.is_mutable:
                 raise CaptureError(

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor, fx
@@ -32,6 +33,7 @@ from piper_capture.steps.schedule import schedule
 from piper_capture.torch_api import _torch_joint
 from piper_capture.values.coordinate import Coordinate
 from piper_ir.ground.errors import DirectiveError
+from piper_ir.ground.sizes import Affine, TensorSpec
 from piper_ir.program.layout import DimPart, Layout
 from piper_ops import (
     ANY_ROWS,
@@ -60,12 +62,43 @@ ChunkInputs = Callable[[int], list[JointInput]]
 
 @dataclass(frozen=True)
 class Routed:
-    """Describe how devices exchange the rows of a dropless mixture: see `piper_compiler.directives.shard`."""
+    """Describe how devices exchange the rows of a dropless mixture: see `piper_compiler.directives.shard`.
+
+    Attributes:
+        tokens: the tokens of a row.
+        sharing: the axes whose devices share the tokens of a row, with their sizes. Each routes its own.
+        axes: the axes, outermost first, of which `axis` is made; none if it is one axis.
+    """
 
     axis: str
     degree: int
     bound: float
     overflow: str
+    tokens: int = field(default=0, repr=False)
+    sharing: tuple[tuple[str, int], ...] = field(default=(), repr=False)
+    axes: tuple[str, ...] = field(default=(), repr=False)
+
+    @property
+    def text(self) -> str:
+        """Return it as one text."""
+        shares = f" {self.tokens} tokens over {self.sharing}" if self.sharing else ""
+        return f"{self!r}{shares}{' of '.join(('', *self.axes))}"
+
+    def own(self, spec: TensorSpec) -> TensorSpec:
+        """Return the spec of a device's tokens of a value [rows x tokens, ...] or [rows, tokens, ...]."""
+        at = self.token_dim(spec)
+        if at is None:
+            return spec
+        sizes, parts = list(spec.shape), prod(n for _, n in self.sharing)
+        sizes[at] = Affine(0, self.tokens // parts) if at == 0 else self.tokens // parts
+        return TensorSpec(tuple(sizes), spec.dtype)
+
+    def token_dim(self, spec: TensorSpec) -> int | None:
+        if not self.sharing:
+            return None
+        if spec.shape[:1] == (Affine(0, self.tokens),):
+            return 0
+        return 1 if spec.shape[:2] == (Affine(0, 1), self.tokens) else None
 
 
 @dataclass(frozen=True)
@@ -73,20 +106,24 @@ class RoutedLayouts:
     """Describe the placement of such a chunk's inputs: stacks are sharded along experts, all others replicated.
 
     Attributes:
+        axes: the axes along which stacks are sharded, outermost first.
+        sharing: the axes along which gradients of parameters are partial sums.
         stacks: the indices of inputs that are stacks of matrices.
         grads: the indices of inputs whose gradients it makes.
     """
 
-    axis: str
+    axes: tuple[str, ...]
     stacks: frozenset[int]
     grads: frozenset[int]
+    sharing: tuple[str, ...] = ()
     unshared: tuple[()] = ()
 
     def layout_of(self, number: int) -> Layout:
-        return (DimPart(self.axis, 0),) if number in self.stacks else ()
+        return tuple(DimPart(axis, 0) for axis in self.axes) if number in self.stacks else ()
 
     def summed(self, number: int) -> tuple[str, ...]:
-        return ()
+        own = self.axes if number in self.stacks else ()
+        return tuple(axis for axis in self.sharing if axis not in own)
 
 
 class RoutedForms:
@@ -105,7 +142,9 @@ class RoutedForms:
     def layouts(self) -> RoutedLayouts:
         """Return the placement of the parameters."""
         trained = {k for k, i in enumerate(self._inputs(FEW)) if i.needs_grad}
-        return RoutedLayouts(self._how.axis, self._at(FEW).stacks, frozenset(trained))
+        sharing = tuple(axis for axis, _ in self._how.sharing)
+        axes = self._how.axes or (self._how.axis,)
+        return RoutedLayouts(axes, self._at(FEW).stacks, frozenset(trained), sharing)
 
     def joint(self, rows: int, mask: Sequence[bool]) -> Joint:
         """Return the joint graph of a device."""
@@ -139,9 +178,9 @@ class RoutedForms:
         return [first + (rows - FEW) * slope for first, slope in self._lines]
 
 
-def is_routed(nodes: Sequence[fx.Node]) -> bool:
-    """Return whether nodes include a `route`, which sorts tokens by expert."""
-    return any(node.target in ROUTES for node in nodes)
+def route_of(nodes: Iterable[fx.Node]) -> fx.Node | None:
+    """Return the `route` among nodes, which sorts tokens by expert."""
+    return next((node for node in nodes if node.target in ROUTES), None)
 
 
 class _Shapes(Interpreter):
@@ -188,13 +227,26 @@ class _Rewriting:
         self.stacks = frozenset(
             placeholders.index(self._checked(n, placeholders)) for n in self._stacks
         )
-        self._shapes = _Shapes(module, inputs)
+        self._shapes = self._run()
         self.slot = self._slot(rows)
 
     def _fail(self, message: str) -> DirectiveError:
         return DirectiveError(
             f"shard(over={self._how.axis!r}, stream='rows') of a dropless mixture: {message}"
         )
+
+    def _run(self) -> _Shapes:
+        """Return the shapes of all nodes for a device's tokens; raise DirectiveError if one has their number in it."""
+        try:
+            return _Shapes(self._module, self._inputs)
+        except RuntimeError as error:
+            if not self._how.sharing:
+                raise
+            raise self._fail(
+                f"an operation of its region is written for {self._how.tokens} tokens, which devices share over "
+                f"{', '.join(axis for axis, _ in self._how.sharing)}: {str(error).splitlines()[0]}; leave it out of "
+                f"the region"
+            ) from error
 
     def _only(self, nodes: Sequence[fx.Node], ops: Sequence[object], name: str) -> fx.Node:
         calls = [n for n in nodes if n.target in ops]

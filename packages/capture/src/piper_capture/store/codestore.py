@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from piper_capture.chunks.advancing import Advancing
 from piper_capture.chunks.cut import Cut, Piece
@@ -22,10 +22,12 @@ from piper_capture.steps.codegen import StepCode
 from piper_capture.steps.joint import JointInput, TracedChunk, cut_chunk, trace_joint
 from piper_capture.steps.kernels import counted
 from piper_capture.steps.linearity import Auxiliary
-from piper_capture.steps.routed import Routed, RoutedForms, RoutedLayouts, is_routed
+from piper_capture.steps.routed import Routed, RoutedForms, RoutedLayouts, route_of
+from piper_capture.store.tiled_loss import tiled
 from piper_capture.torch_api._torch_context import check_context
 from piper_capture.trace.dynamo import Forward
 from piper_capture.trace.written_modules import blocks_of
+from piper_capture.values.concrete import concrete_shape, tensors_of
 from piper_capture.whole_batch.counting import CounterSpec
 from piper_ir.ground.errors import CaptureError
 from piper_ir.ground.sizes import TensorSpec, bind
@@ -51,6 +53,7 @@ class TraceSpec:
         params: for each input, its names in all chunks of the base.
         dispatch: the values that it exchanges with chunks of experts, or they with it.
         routed: how devices trade the rows of a dropless mixture inside of it.
+        tiles: the tiles of tokens in which it computes logits and their loss.
     """
 
     cut: Cut
@@ -66,17 +69,30 @@ class TraceSpec:
     params: tuple[tuple[str, ...], ...] = ()
     dispatch: Dispatch | None = None
     routed: Routed | None = None
+    tiles: int = 1
 
     @property
     def routes(self) -> bool:
         """Return whether it sorts tokens by expert."""
-        return is_routed(list(self.cut.body(self.piece)))
+        return route_of(self.cut.body(self.piece)) is not None
+
+    @property
+    def routed_tokens(self) -> int:
+        """Return the tokens of a row that it sorts by expert; 0 if their number is no multiple of the rows."""
+        route = route_of(self.cut.body(self.piece))
+        assert route is not None
+        chosen = route.args[1]
+        assert isinstance(chosen, fx.Node)
+        one, two = (concrete_shape(tensors_of(chosen)[0], rows, chosen)[0] for rows in (1, 2))
+        return one if two == 2 * one else 0
 
     @cached_property
     def forms(self) -> RoutedForms:
         """Return the forms of a chunk with devices that trade rows inside of it."""
         assert self.routed is not None
-        return RoutedForms(self.routed, partial(self.cut.module, self.piece), self._inputs)
+        return RoutedForms(
+            self.routed, partial(self.cut.module, self.piece), self._inputs_of_device
+        )
 
     def opaque(self, rows: int) -> TracedChunk:
         """Return the steps of an opaque piece."""
@@ -102,7 +118,8 @@ class TraceSpec:
         module = self.cut.module(self.piece, every, self.dispatch)
         inputs, outputs = ((), ()) if self.dispatch is None else self.dispatch.exchanged
         traced = trace_joint(module, self._inputs(every), self.tangent_mask, self.reduce)
-        return replace(traced, exchanged_inputs=inputs, exchanged_outputs=outputs)
+        traced = replace(traced, exchanged_inputs=inputs, exchanged_outputs=outputs)
+        return traced if self.tiles == 1 else tiled(traced, every, self.tiles)
 
     def _inputs(self, rows: int) -> list[JointInput]:
         return [
@@ -110,6 +127,16 @@ class TraceSpec:
             for k, (slot, spec, needs_grad) in enumerate(
                 zip(self.piece.slots, self.specs, self.needs_grad, strict=True)
             )
+        ]
+
+    def _inputs_of_device(self, rows: int) -> list[JointInput]:
+        """Return the inputs with a device's tokens, where devices share them."""
+        assert self.routed is not None
+        return [
+            replace(one, example=example_tensor(self.routed.own(spec), rows))
+            if one.kind == "value"
+            else one
+            for one, spec in zip(self._inputs(rows), self.specs, strict=True)
         ]
 
     def _example(self, number: int, spec: TensorSpec, rows: int) -> Tensor:
@@ -180,6 +207,12 @@ class CodeStore:
         self._recipes.setdefault(digest, recipe)
         return digest
 
+    def tiled(self, code: str, tiles: int) -> str:
+        """Return the code id of a code that computes its logits and loss in tiles of tokens."""
+        name = hashlib.sha256(f"{code} {tiles} tiles".encode()).hexdigest()[:16]
+        self._recipes.setdefault(name, replace(self._recipes[code], tiles=tiles))
+        return name
+
     def dispatched(self, code: str, dispatch: Dispatch) -> str:
         """Return the code id of a code that exchanges values with chunks of experts, or is one."""
         digest = hashlib.sha256(f"{code} {dispatch!r}".encode()).hexdigest()[:16]
@@ -188,7 +221,7 @@ class CodeStore:
 
     def routed(self, code: str, how: Routed) -> str:
         """Return the code id of a code with devices that trade rows inside of it."""
-        digest = hashlib.sha256(f"{code} {how!r}".encode()).hexdigest()[:16]
+        digest = hashlib.sha256(f"{code} {how.text}".encode()).hexdigest()[:16]
         self._recipes.setdefault(digest, replace(self._recipes[code], routed=how, base=code))
         return digest
 
@@ -320,6 +353,7 @@ class Captured:
         reduce: the dtype of gradient accumulators; None for the dtype of their parameters.
         unshared: of a capture for such devices, "parameter:dimension" -> why it stays whole, though its use would allow
             to share it.
+        tiled: the same capture with logits and loss in tiles, by their number, filled like `under`.
     """
 
     program: Program
@@ -338,6 +372,7 @@ class Captured:
     )
     reduce: torch.dtype | None = None
     auxiliary: tuple[Auxiliary, ...] = ()
+    tiled: dict[int, Captured] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def assembled(self) -> Captured:

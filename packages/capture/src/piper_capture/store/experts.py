@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from math import prod
+
+from torch import fx
 
 from piper_capture.chunks.dispatch import Dispatch, Dispatched
+from piper_capture.graphs.stepgraph import Joint
 from piper_capture.layouts import (
+    BY_EXPERT,
     AskedIndexes,
     Nested,
     Sharded,
@@ -28,6 +33,27 @@ from piper_ir.program.program import Chunk
 
 DimNests = Sequence[Nested]
 ROW = Affine(0, 1)
+
+
+def tokens_met(chunk: Chunk, joint: Joint, how: Routed) -> fx.Node | None:
+    """Return an operation outside of the experts' that does not treat each token by itself; None if none does."""
+    joint, apart = taken_apart(joint)
+    tokens = {
+        index
+        for k, given in enumerate(chunk.inputs)
+        if given.kind == "value" and (at := how.token_dim(given.spec)) is not None
+        for index in apart.tensors[joint.inputs[k], 0][at]
+    }
+    gradients = {key_of(n) for k, n in joint.grads.items() if joint.kinds[k] == "param"}
+    for node, op in apart.ops.items():
+        if op.call.op in BY_EXPERT:
+            continue
+        met = tokens & {i for dims in (*op.tensors, *op.results) for dim in dims for i in dim}
+        for index in met:
+            has = op.parts(index)
+            if has is None or not all(kept or (node, k) in gradients for k, kept in enumerate(has)):
+                return node
+    return None
 
 
 class ExpertChunks:
@@ -80,10 +106,45 @@ class ExpertChunks:
         """Return whether a chunk is a dropless mixture: devices trade rows inside of it."""
         return chunk.id in self._routing
 
-    @property
-    def routed(self) -> Routed:
-        """Return how devices trade rows inside of chunks."""
-        return Routed(self.axis, self._asked.degree, self._asked.bound, self._asked.overflow)
+    @cached_property
+    def tokens(self) -> int:
+        """Return the tokens of a row that dropless mixtures sort by expert; 0 without such mixtures."""
+        each = {
+            self._captured.code.recipe(self._chunks[id].code).routed_tokens for id in self._routing
+        }
+        return each.pop() if len(each) == 1 else 0
+
+    def routed(self, sharing: tuple[tuple[str, int], ...]) -> Routed:
+        """Return how devices trade rows inside of chunks; devices along the axes `sharing` share the tokens of a row."""
+        asked = self._asked
+        axes = tuple(axis for axis, _ in asked.folded)
+        return Routed(
+            self.axis, asked.degree, asked.bound, asked.overflow, self.tokens, sharing, axes
+        )
+
+    def check_tokens(self, sharing: tuple[tuple[str, int], ...]) -> None:
+        """Raise DirectiveError for dropless mixtures whose tokens the devices of these axes cannot share."""
+        if self._asked.folded and self._routing != self._inside:
+            raise self._fail(
+                f"{min(self._inside - self._routing)} has places for so many tokens as its capacity says; devices share "
+                f"such experts over one axis, and dropless ones over several"
+            )
+        if not self._routing or not sharing:
+            return
+        devices, over = prod(n for _, n in sharing), ", ".join(axis for axis, _ in sharing)
+        if not self.tokens or self.tokens % devices:
+            raise self._fail(
+                f"{min(self._routing)} sorts {self.tokens or 'several numbers of'} tokens of a row by expert, which "
+                f"{devices} devices along {over} cannot share equally"
+            )
+        how = self.routed(sharing)
+        for code in dict.fromkeys(self._chunks[id].code for id in sorted(self._routing)):
+            chunk = next(c for c in self._experts_chunks if c.code == code)
+            if node := tokens_met(chunk, self._captured.code.joint(code, TRACE_ROWS[0][0]), how):
+                raise self._fail(
+                    f"{title(node)} of {chunk.id} needs all tokens of a row, which devices share over {over}; leave it "
+                    f"out of the region"
+                )
 
     def dispatch(self, chunk: Chunk) -> Dispatch:
         """Return the inputs and outputs that a chunk exchanges."""

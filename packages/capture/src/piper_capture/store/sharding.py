@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from piper_capture.chunks.tables import constant_values, masks, with_tables
+from piper_capture.chunks.tables import (
+    constant_values,
+    flat_values,
+    masks,
+    with_flat,
+    with_tables,
+)
 from piper_capture.chunks.ties import Ties
 from piper_capture.graphs.stepgraph import Joint
 from piper_capture.layouts import (
@@ -16,6 +22,7 @@ from piper_capture.layouts import (
     common_degrees,
     ordered,
     split_degrees,
+    with_flat_tokens,
 )
 from piper_capture.steps.joint import TracedChunk
 from piper_capture.steps.routed import RoutedLayouts
@@ -25,7 +32,7 @@ from piper_capture.store.experts import ExpertChunks
 from piper_capture.store.sharing_cuts import with_seams
 from piper_capture.store.sizes import Fitter, NotAffine, explain
 from piper_ir.ground.errors import CaptureError, DirectiveError
-from piper_ir.program.layout import Sharding
+from piper_ir.program.layout import TOKENS, Sharding
 from piper_ir.program.program import Chunk, Param, Program
 
 
@@ -60,25 +67,21 @@ def _made(captured: Captured, asked: tuple[Sharding, ...]) -> Captured:
             with_seams(captured, split, params_of(captured.program)) if seams else captured, split
         ).captured()
     apart = cut_at_experts(captured)
-    expert_chunks = ExpertChunks(apart, wanted, params_of(apart.program))
-    _check_routed(apart, asked, expert_chunks)
-    return _Shared(
-        apart, (*_split(apart, tuple(s for s in asked if not s.experts)), wanted), expert_chunks
-    ).captured()
+    params = params_of(apart.program)
+    expert_chunks = ExpertChunks(apart, wanted, params)
+    others = _split(apart, tuple(s for s in asked if not s.experts), expert_chunks)
+    parts = {s.over: s.axes for s in others if len(s.split) > 1}
+    if any(axis in parts for axis, _ in wanted.axes):
+        folded = [one for axis in wanted.axes for one in parts.get(axis[0], (axis,))]
+        wanted = replace(wanted, folded=tuple(folded))
+        expert_chunks = ExpertChunks(apart, wanted, params)
+    expert_chunks.check_tokens(_token_axes(others))
+    return _Shared(apart, (*others, wanted), expert_chunks).captured()
 
 
-def _check_routed(
-    captured: Captured, asked: Sequence[Sharding], expert_chunks: ExpertChunks
-) -> None:
-    """Raise DirectiveError where devices share tokens that a dropless mixture needs whole."""
-    tokens = _shares_tokens(asked)
-    for chunk in captured.program.chunks if tokens else ():
-        if expert_chunks.routes(chunk):
-            raise DirectiveError(
-                f"chunk {chunk.id!r} is a dropless mixture whose experts devices share over "
-                f"{expert_chunks.axis}; it needs all tokens of a row on each device, and {tokens} shares them. Leave "
-                f"that out, or give it a capacity"
-            )
+def _token_axes(asked: Sequence[Sharding]) -> tuple[tuple[str, int], ...]:
+    """Return the axes whose devices share the tokens of a row, with their sizes."""
+    return tuple(axis for s in asked if s.context or s.stream == TOKENS for axis in s.axes)
 
 
 def _shares_tokens(asked: Sequence[Sharding]) -> str:
@@ -86,12 +89,14 @@ def _shares_tokens(asked: Sequence[Sharding]) -> str:
     for one in asked:
         if one.context:
             return f'shard(index="tokens", over={one.over!r})'
-        if one.stream == "tokens":
+        if one.stream == TOKENS:
             return 'stream="tokens"'
     return ""
 
 
-def _split(captured: Captured, asked: tuple[Sharding, ...]) -> tuple[Sharding, ...]:
+def _split(
+    captured: Captured, asked: tuple[Sharding, ...], experts: ExpertChunks | None = None
+) -> tuple[Sharding, ...]:
     """Return the shardings, each with the degrees that its axis must be split into to fit all chunks.
 
     Raises DirectiveError for indexes that the user names and devices cannot share.
@@ -100,6 +105,14 @@ def _split(captured: Captured, asked: tuple[Sharding, ...]) -> tuple[Sharding, .
         return ()
     params = params_of(captured.program)
     joints = {code: captured.code.joint(code, TRACE_ROWS[0][0]) for code in params}
+    if experts is not None and experts.tokens and _shares_tokens(asked):
+        flat = flat_values(captured.program, experts.tokens)
+        for chunk in captured.program.chunks:
+            if experts.routes(chunk):
+                joints.pop(chunk.code, None)
+            elif chunk.code in joints:
+                agreed = with_flat(Agreed(), chunk, flat, experts.tokens)
+                joints[chunk.code] = with_flat_tokens(joints[chunk.code], agreed)
     ids = {c.code: c.id for c in reversed(captured.program.chunks)}
     asked = tuple(ordered(one, joints.values()) if one.context else one for one in asked)
     for one in asked:
@@ -143,6 +156,11 @@ class _Shared:
             constant_values(captured.program, self._joint) if streams else frozenset[str]()
         )
         self._masks = masks(captured.program, self._joint) if streams else frozenset[str]()
+        self._flat, self._row_tokens = frozenset[str](), 0
+        if experts is not None and streams:
+            self._row_tokens = experts.tokens
+            self._flat = flat_values(captured.program, experts.tokens)
+            self._constants -= self._flat
         self._ties = Ties(captured.program, self._layouts)
 
     def captured(self) -> Captured:
@@ -150,9 +168,9 @@ class _Shared:
         self._check_opaque()
         self._ties.settle()
         chunks = tuple(self._chunk(c) for c in program.chunks)
-        params = self._params(program.params, chunks)
         axes = tuple(axis for s in self._asked if not s.experts for axis in s.axes)
-        along = tuple(axis for s in self._asked if s.experts for axis in s.axes)
+        along = tuple(axis for s in self._asked if s.experts for axis in s.axes if axis not in axes)
+        params = self._params(program.params, chunks, {axis for axis, _ in along})
         shared_program = replace(
             program, chunks=chunks, params=params, axes=axes, experts=along, variants=()
         )
@@ -192,8 +210,9 @@ class _Shared:
     def _code(self, chunk: Chunk, agreed: Agreed) -> str:
         store, asked, code = self._captured.code, self._asked_of(chunk), chunk.code
         if self._experts is not None and self._routes(chunk):
-            return store.routed(code, self._experts.routed)
+            return store.routed(code, self._experts.routed(_token_axes(self._asked)))
         agreed = with_tables(agreed, chunk, self._constants, self._masks)
+        agreed = with_flat(agreed, chunk, self._flat, self._row_tokens)
         if any(one.cut for one in asked):
             agreed = replace(
                 agreed, open=frozenset(k for k, o in enumerate(chunk.outputs) if o.kind == "value")
@@ -261,12 +280,14 @@ class _Shared:
         assert problem is not None
         raise problem
 
-    def _params(self, params: Sequence[Param], chunks: Sequence[Chunk]) -> tuple[Param, ...]:
-        """Return the parameters with the spec of a device's shard, their layouts and the axes of their sums."""
+    def _params(
+        self, params: Sequence[Param], chunks: Sequence[Chunk], rows: Collection[str]
+    ) -> tuple[Param, ...]:
+        """Return the parameters with the spec of a device's shard, their layouts and the axes of their sums.
+
+        Along the axes `rows` all gradients are summed, because rows differ.
+        """
         layouts, summed = self._ties.layouts(), self._ties.summed()
-        rows = {
-            s.over for s in self._asked if s.experts
-        }  # along which all gradients are summed, because rows differ
         specs = {
             chunk_input.ref: chunk_input.spec
             for chunk in chunks

@@ -25,6 +25,7 @@ from piper_capture.steps.routed import Routed, RoutedLayouts
 from piper_capture.store.assemble import with_layers
 from piper_capture.store.codestore import Captured, CodeStore, TraceSpec
 from piper_capture.store.sharding import cut_at_experts, with_shardings
+from piper_capture.store.tiles import with_tiles
 from piper_capture.store.traced import Traced
 from piper_capture.store.variants import with_policies
 from piper_capture.torch_api._torch_rows import RowGuard
@@ -79,6 +80,7 @@ class StoredCapture:
     shared: Mapping[tuple[Sharding, ...], StoredCapture] = field(default_factory=dict)
     traced: Mapping[tuple[str, int], TracedChunk] = field(default_factory=dict)
     expected: Mapping[str, Chunk] = field(default_factory=dict)
+    tiled: Mapping[int, StoredCapture] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ def _stored(captured: Captured, own_code: bool = True) -> StoredCapture:
         {asked: _stored(one, own_code=False) for asked, one in captured.shared.items()},
         traced,
         expected,
+        {tiles: _stored(one, own_code=False) for tiles, one in captured.tiled.items()},
     )
 
 
@@ -145,7 +148,8 @@ def extent(traced: Traced) -> int:
 
 def _extent(captured: Captured) -> int:
     shared = sum(len(one.under) for one in captured.shared.values())
-    return len(captured.code.made[0]) + len(captured.under) + len(captured.shared) + shared
+    tiled = sum(1 + _extent(one) for one in captured.tiled.values())
+    return len(captured.code.made[0]) + len(captured.under) + len(captured.shared) + shared + tiled
 
 
 def restored(kept: StoredTrace, again: Callable[[], Traced]) -> Traced:
@@ -185,6 +189,7 @@ def _captured(kept: StoredCapture, code: CodeStore, forward: Forward) -> Capture
         "layers": kept.layers,
         "reduce": kept.reduce,
         "auxiliary": kept.auxiliary,
+        "tiled": {tiles: _captured(one, code, forward) for tiles, one in kept.tiled.items()},
     }
     return Captured(
         kept.program, code, forward, kept.advancing, kept.remarks, dict(kept.under), shared, **more
@@ -193,6 +198,8 @@ def _captured(kept: StoredCapture, code: CodeStore, forward: Forward) -> Capture
 
 def _derive(live: Captured, kept: Captured, code: str) -> None:
     """Make the variants and shardings of a live capture that have this code in the stored one."""
+    for tiles, form in kept.tiled.items():
+        _derive(with_tiles(live, tiles), form, code)
     for policies, program in kept.under.items():
         if code in _codes(program):
             with_policies(live, policies)
@@ -284,6 +291,9 @@ class StoredCode(CodeStore):
         params: tuple[tuple[str, ...], ...] = (),
     ) -> str:
         return self._live(code).shared(code, asked, agreed, params)
+
+    def tiled(self, code: str, tiles: int) -> str:
+        return self._live(code).tiled(code, tiles)
 
     def dispatched(self, code: str, dispatch: Dispatch) -> str:
         return self._live(code).dispatched(code, dispatch)

@@ -10,7 +10,8 @@ a plan with the model without replacements. Only the captured copy is changed, n
 
 `gated_experts` replaces the experts of Hugging Face's mixtures (Mixtral, Qwen3-MoE and their like), which loop over the
 chosen experts, or sort tokens and call grouped kernels of one device. It needs modules of the same form: the matrices
-`gate_up_proj` and `down_proj` of all experts, an activation `act_fn`, and the arguments tokens, choices and shares.
+`gate_up_proj` and `down_proj` of all experts, perhaps with biases (GPT-OSS), an activation `act_fn` or a method
+`_apply_gate`, and the arguments tokens, choices and shares.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from piper_ir.ground.errors import SelectorError
-from piper_ops import grouped_mm, route, unroute
+from piper_ops import grouped_add, grouped_mm, route, unroute
 
 REPLACE = "replace"
 """The key of `tag` that names a replacement."""
@@ -118,10 +119,10 @@ def _not_gated(module: Any) -> str:
         for name in ("gate_up_proj", "down_proj")
         if isinstance(w := getattr(module, name, None), Tensor)
     ]
-    if [w.dim() for w in weights] != [3, 3] or not callable(getattr(module, "act_fn", None)):
+    gates = any(callable(getattr(module, name, None)) for name in ("act_fn", "_apply_gate"))
+    if [w.dim() for w in weights] != [3, 3] or not gates:
         return "it has no gate_up_proj and down_proj of three dimensions, with an activation act_fn"
     told = {
-        "has_bias": "its experts have biases",
         "has_post_expert_norm": "it has a norm after each expert",
         "_is_expert_parallel": "transformers has cut its experts",
     }
@@ -136,7 +137,17 @@ def _not_gated(module: Any) -> str:
         reasons.append(
             f"gate_up_proj {tuple(weights[0].shape)} and down_proj {tuple(weights[1].shape)} do not fit together"
         )
+    biases = [_bias_of(module, name) for name in ("gate_up_proj", "down_proj")]
+    shapes = [(w.shape[0], w.shape[2]) for w in (wide, narrow)]
+    if not all(b is None or tuple(b.shape) == s for b, s in zip(biases, shapes, strict=True)):
+        reasons.append("its biases are not [experts, outputs]")
     return " and ".join(reasons)
+
+
+def _bias_of(module: Any, name: str) -> Tensor | None:
+    """Return the biases [experts, outputs] of a product, or None."""
+    bias = getattr(module, f"{name}_bias", None)
+    return bias if isinstance(bias, Tensor) else None
 
 
 def _as_columns(module: Any, weight: Tensor) -> Tensor:
@@ -148,14 +159,20 @@ def _as_columns(module: Any, weight: Tensor) -> Tensor:
 def gated_experts(
     module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Compute gated experts for tokens [N, W] with three static ops, given each token's experts and shares [N, k]."""
+    """Compute gated experts for tokens [N, W] with static ops, given each token's experts and shares [N, k]."""
     wide, narrow = (_as_columns(module, w) for w in (module.gate_up_proj, module.down_proj))
     rows, counts = route(hidden_states, top_k_index, wide.shape[0])
-    both = grouped_mm(rows, counts, wide)
+
+    def product(x: Tensor, weight: Tensor, name: str) -> Tensor:
+        made: Tensor = grouped_mm(x, counts, weight)
+        bias = _bias_of(module, name)
+        return made if bias is None else grouped_add(made, counts, bias)
+
+    both = product(rows, wide, "gate_up_proj")
     if hasattr(module, "_apply_gate"):
         hidden = module._apply_gate(both)
     else:
         gate, up = both.chunk(2, dim=-1)
         hidden = module.act_fn(gate) * up
-    output: Tensor = unroute(grouped_mm(hidden, counts, narrow), top_k_index, top_k_weights)
+    output: Tensor = unroute(product(hidden, narrow, "down_proj"), top_k_index, top_k_weights)
     return output

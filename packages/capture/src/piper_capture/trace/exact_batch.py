@@ -1,8 +1,9 @@
 """Find the tensors of a batch that mixed precision does not cast: targets, masks, weights, times and positions.
 
 A product of an input with weights takes both in the compute dtype, so such an input is cast when it is loaded. An input
-that only a loss reads, or that only meets activations behind the last product, is not cast. Nor is an input that a
-linear layer or a convolution reads only after other operations, such as the sine of a time: their result is cast.
+that only a loss reads, or that only meets activations behind the last product, is not cast. Nor is an input that other
+operations read than linear layers and convolutions, such as the sine of a time, or the loss of an autoencoder: the
+layers get a cast of their own.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def exact_tensors(
 
 def _stays(graph: fx.Graph, source: fx.Node, weighty: set[fx.Node]) -> bool:
     """Return whether no operator needs an input, or a tensor derived from it, in the compute dtype."""
-    derived = {source: _Made.MOVED}
+    derived, by_layers = {source: _Made.MOVED}, False
     for node in graph.nodes:
         of = [derived[n] for n in node.all_input_nodes if n in derived]
         if not of or node.op not in ("call_function", "call_method") or _converts(node):
@@ -78,9 +79,10 @@ def _stays(graph: fx.Graph, source: fx.Node, weighty: set[fx.Node]) -> bool:
         name = _name(node)
         if name in LAYERS:
             first = node.args[0] if node.args else node.kwargs.get("input")
-            if max(of) == _Made.ITSELF and first in derived and len(of) == 1:
-                continue  # cast in front of it, see `layers_cast_inputs`
-            return False
+            if max(of) == _Made.MIXED or first not in derived or len(of) > 1:
+                return False
+            by_layers |= max(of) == _Made.MOVED
+            continue  # cast in front of it, see `layers_cast_inputs`
         if name in PRODUCTS or not _is_of_torch(node):
             return False
         if not any(t.is_floating_point() for t in tensors_of(node)) or (
@@ -91,7 +93,8 @@ def _stays(graph: fx.Graph, source: fx.Node, weighty: set[fx.Node]) -> bool:
             derived[node] = _Made.MIXED
         else:
             derived[node] = max(of) if name in MOVES else max(*of, _Made.ITSELF)
-    return True
+    # Where layers alone read an input, one cast when it is loaded is the same and keeps fewer bytes.
+    return not by_layers or max(derived.values()) > _Made.MOVED
 
 
 def _name(node: fx.Node) -> str:

@@ -33,6 +33,7 @@ from piper_compiler.directives.split import Split as split
 from piper_compiler.directives.split import split_all
 from piper_compiler.directives.split_backward import SplitBackward as split_backward
 from piper_compiler.directives.stream import Stream as stream
+from piper_compiler.directives.tile_loss import TileLoss as tile_loss
 
 __all__ = [
     "ASKED_FOR",
@@ -65,4 +66,5 @@ __all__ = [
     "split_backward",
     "stage_of_layers",
     "stream",
+    "tile_loss",
 ]

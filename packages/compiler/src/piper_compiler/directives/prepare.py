@@ -1,9 +1,10 @@
-"""Collect what the directives of a strategy ask of the capture, before there is a graph.
+"""Collect the requests of a strategy's directives to the capture, before there is a graph.
 
 Some of a strategy changes the code of chunks, and code is rewritten where the model was captured: `partition(layers=)`
-chooses the modules that are layers, `shard` divides ops among devices, and `recompute` makes chunks that compute saved
-tensors again. Such a directive has a method `prepare`, which adds to a `CaptureRequest`; `piper.compile` rewrites the
-capture by it (`piper.api.captures.capturing.rewritten`), and only then the directives edit the graph by `apply`.
+chooses the modules that are layers, `shard` divides ops among devices, `tile_loss` makes a loop of the loss, and
+`recompute` makes chunks that compute saved tensors again. Such a directive has a method `prepare`, which adds to a
+`CaptureRequest`; `piper.compile` rewrites the capture by it (`piper.api.captures.capturing.rewritten`), and only then
+the directives edit the graph by `apply`.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ class CaptureRequest:
         layers: patterns of the names of the modules that are layers; none for the usual ones.
         shardings: how devices share the ops of chunks, for the axes with more than one device.
         policies: the policies of recomputation for which chunks have variants, in alphabetical order.
+        tiles: the tiles of tokens in which logits and loss are computed.
     """
 
     layers: tuple[str, ...] = ()
     shardings: tuple[Sharding, ...] = ()
     policies: tuple[str, ...] = ()
+    tiles: int = 1
 
     @property
     def empty(self) -> bool:
@@ -41,7 +44,7 @@ class CaptureRequest:
 
 @dataclass(frozen=True)
 class Preparation:
-    """Hold what a directive may read when it prepares.
+    """Hold the facts that a directive may read when it prepares.
 
     Attributes:
         mesh: the mesh of the strategy.
@@ -60,7 +63,7 @@ class Preparation:
 class Preparing(Protocol):
     """Describe a directive that asks something of the capture.
 
-    `prepare` returns the request with what it adds, or raises DirectiveError. It is called in the order written,
+    `prepare` returns the request with its additions, or raises DirectiveError. It is called in the order written,
     before `check`.
     """
 
@@ -70,7 +73,7 @@ class Preparing(Protocol):
 def capture_request(
     mesh: Mesh, directives: Iterable[Directive], program: Program
 ) -> CaptureRequest:
-    """Return what a strategy asks of the capture whose program with the usual layers is `program`."""
+    """Return the request of a strategy to the capture whose program with the usual layers is `program`."""
     written = tuple(directives)
     request = CaptureRequest()
     if any(map(_selects_layers, written)) and lacks_layers(program, 1):

@@ -16,6 +16,8 @@ Legality
  9. Devices share no chunks (by the directive `shard`) along at least one of the axes, or states are sharded. Devices
     that share chunks have the same rows: along such an axis states can be sharded, and nothing is replicated. A
     parameter whose gradient is no partial sum there has its states sharded along the other axes alone.
+10. whole_mb is a finite number from 0.
+11. overlap is True or False.
 """
 
 from __future__ import annotations
@@ -76,6 +78,12 @@ class Replicate:
         reduced_mb: MiB of gradients that a rank may keep before they are scattered, beside the ones in use, or "step".
         prefetch: how many uses ahead of its own the gather of a bucket is issued.
         gather: name of the gathers' stream (default: one for all gathers of the role).
+        whole_mb: MiB of a parameter, in the dtype of forward and backward, up to which it is not sharded, while its
+            gradient and the optimizer's states are; each rank has all of it during a step (DeepSpeed's
+            param_persistence_threshold).
+        overlap: whether gathers and reductions run beside compute. If not, gradients are reduced after the last
+            backward of a device, and parameters gathered before its first forward; where gradients or parameters are
+            sharded, compute waits for each message on its own (Megatron-LM without --overlap-grad-reduce).
         site: where the user wrote it.
     """
 
@@ -89,6 +97,8 @@ class Replicate:
     reduced_mb: float | str = 0
     prefetch: int = 1
     gather: str = ""
+    whole_mb: float = 0
+    overlap: bool = True
     site: str = site_field()
 
     def __post_init__(self) -> None:
@@ -132,6 +142,10 @@ class Replicate:
                 )
         if type(self.prefetch) is not int or self.prefetch < 0:
             raise fail(self, 8, f"prefetch={self.prefetch!r}; an integer from 0 is accepted")
+        if type(self.whole_mb) not in (int, float) or not 0 <= self.whole_mb < inf:
+            raise fail(self, 10, f"whole_mb={self.whole_mb!r}; a number of MiB from 0 is accepted")
+        if type(self.overlap) is not bool:
+            raise fail(self, 11, f"overlap={self.overlap!r}; True or False is accepted")
         nodes = compute_nodes(self, graph, self.selection)
         self._check_nodes(graph, nodes)
 
@@ -205,7 +219,7 @@ class Replicate:
     def simplest(self) -> Replicate:
         """Return the same without limits for states that are not sharded."""
         shards = self.shards
-        simplified = self if shards.params else replace(self, resident_mb=0, prefetch=1)
+        simplified = self if shards.params else replace(self, resident_mb=0, prefetch=1, whole_mb=0)
         simplified = simplified if shards.grads else replace(simplified, reduced_mb=0)
         return simplified if shards.optim else replace(simplified, gather="", shard=None)
 
@@ -219,6 +233,8 @@ class Replicate:
                 self.reduce,
                 self.gather,
                 self.prefetch,
+                self.whole_mb,
+                self.overlap,
             )
         )
 
@@ -242,6 +258,8 @@ class Replicate:
             resident,
             reduced,
             self.prefetch,
+            _bytes(self.whole_mb),
+            self.overlap,
         )
         for node in graph.pick(self.selection):
             edit.replication[str(node.coords["chunk"])] = record
@@ -263,10 +281,10 @@ def check_rows(graph: Graph, directives: Iterable[Directive]) -> None:
         if (
             isinstance(item, Shard)
             and item.experts
-            and item.over not in over
-            and graph.mesh.size(item.over) == 1
+            and not over.intersection(item.axes)
+            and not graph.mesh.along(item.joined)
         ):
-            named = tuple(dict.fromkeys(("dp", item.over)))
+            named = tuple(dict.fromkeys(("dp", *item.axes)))
             text = (
                 f"{graph.mesh} has no {item.over}, so nothing would be shared; give it that axis, "
                 f"as in Mesh({item.over}=2), "

@@ -31,7 +31,8 @@ and partial sums between chunks into the graph.
 Legality
  1. It stands before every other directive, and selects all chunks; with stream="rows" those that compute experts.
  2. `over` is the name of an axis that no other directive uses. An axis of one device changes nothing. With
-    stream="rows" `replicate` names it, too.
+    stream="rows" `replicate` names it, too. Dropless experts may have several axes, also such whose devices share
+    tokens by another `shard`; only the others are named by `replicate`.
  3. `stream` is "", "tokens" or "rows", and `keep` is True or False.
  4. The program is of a captured model: only its code can be rewritten.
  5. Of several, each is over an axis of its own; one at most shares the tokens, one at most experts, one at most
@@ -50,7 +51,7 @@ Legality
     sums over experts.
 13. `bound` and `overflow` stand with stream="rows" alone, for dropless mixtures: a positive number; "rounds", "error"
     or "drop". A region of such a mixture holds one `route` and one `unroute`, between which only stacks of weights
-    [experts, ...] are read, and no other `shard` divides its tokens.
+    [experts, ...] are read. Where another `shard` divides its tokens, its other operations treat each token alone.
 14. `cut` is True or False. It stands without `stream`, index="tokens" and `keep`, and no other `shard` stands beside
     it. No chunk draws random numbers: their order is that of a whole layer.
 """
@@ -78,14 +79,21 @@ from piper_ir.ground.limits import MOST_SMS
 from piper_ir.ground.mesh import AXES, Mesh, whole_axis
 from piper_ir.ground.select import Where, where
 from piper_ir.plan.plan import COMPUTE
-from piper_ir.program.layout import BOUND, EXPERTS, EXPERTS_SHARED, OVERFLOWS, ROWS, Sharding
+from piper_ir.program.layout import (
+    BOUND,
+    EXPERTS,
+    EXPERTS_SHARED,
+    OVERFLOWS,
+    ROWS,
+    TOKENS,
+    Sharding,
+)
 
 Activations = Literal["", "tokens", "rows"]
 AttentionExchange = Literal["heads", "ring", "gather"]
 TokenOrder = Literal["", "zigzag", "blocks"]
 Overflow = Literal["rounds", "error", "drop"]
 STREAMS: tuple[Activations, ...] = get_args(Activations)
-TOKENS = "tokens"
 ATTENTION: tuple[AttentionExchange, ...] = get_args(AttentionExchange)
 ORDERS: tuple[TokenOrder, ...] = get_args(TokenOrder)
 
@@ -96,7 +104,9 @@ class Shard:
     """Share the work of each chunk among the devices along `over`, or the experts of the selected chunks.
 
     Attributes:
-        over: the mesh axis, as a name or a tuple of one.
+        over: the mesh axis, as a name or a tuple of one. Dropless experts take several, as a tuple or "tp+ep": the
+            devices along all of them share the experts. They are axes whose devices share the tokens of a row, and
+            axes with rows of their own.
         index: names of the indexes to share; without names, all that can be shared.
         stream: "tokens" shards activations between layers along their tokens, too (sequence parallelism; Korthikanti
             et al., arXiv 2205.05198). "rows" lets each device have rows of its own, but for experts.
@@ -120,7 +130,7 @@ class Shard:
     """
 
     selection: Where
-    over: str = "tp"
+    over: str | tuple[str, ...] = "tp"
     index: str | tuple[str, ...] = ()
     stream: Activations = ""
     keep: bool = False
@@ -135,8 +145,9 @@ class Shard:
 
     def __post_init__(self) -> None:
         named = as_names(self.over)
-        if isinstance(named, tuple) and len(named) == 1:  # all others are refused by `check_form`
-            object.__setattr__(self, "over", named[0])
+        # all others are refused by `check_form`
+        if isinstance(named, tuple) and named and all(isinstance(axis, str) for axis in named):
+            object.__setattr__(self, "over", "+".join(named))
 
     def check(self, graph: Graph) -> None:
         self.check_form()
@@ -153,7 +164,7 @@ class Shard:
                 1,
                 f"{chosen} of {every} nodes are selected; devices share all chunks or none, so write where()",
             )
-        if graph.mesh.along(self.over) and not set(graph.mesh.along(self.over)) <= set(
+        if graph.mesh.along(self.joined) and not set(graph.mesh.along(self.joined)) <= set(
             dict(graph.program.axes)
         ):
             raise fail(
@@ -166,8 +177,14 @@ class Shard:
         """Raise DirectiveError for an argument that is wrong in any strategy."""
         if not isinstance(self.selection, Where):
             raise fail(self, 1, f"the selection is {self.selection!r}; where() is accepted")
-        if not isinstance(self.over, str) or self.over not in AXES:
+        if not isinstance(self.over, str) or not set(self.axes) <= set(AXES):
             raise fail(self, 2, f"over={self.over!r}; one of {', '.join(sorted(AXES))} is accepted")
+        if len(self.axes) > 1 and (self.stream != ROWS or len({*self.axes}) < len(self.axes)):
+            raise fail(
+                self,
+                2,
+                f'over={self.over!r}; experts (stream="rows") are shared over several axes, all else over one',
+            )
         if not isinstance(self.stream, str) or self.stream not in STREAMS:
             raise fail(self, 3, f'stream={self.stream!r}; "", "tokens" or "rows" is accepted')
         self._check_exchange()
@@ -262,16 +279,19 @@ class Shard:
 
     def _check_experts(self, graph: Graph) -> None:
         """Raise DirectiveError if the program was not made for experts that devices share."""
-        if graph.mesh.size(self.over) == 1:
+        if not graph.mesh.along(self.joined):
             return
-        if dict(graph.program.experts).get(self.over) != graph.mesh.size(self.over):
+        known = {*graph.program.experts, *graph.program.axes}
+        if not {(a, graph.mesh.size(a)) for a in graph.mesh.along(self.joined)} <= known:
             raise fail(
                 self,
                 4,
                 "the program has no code that could be rewritten; compile a job, not a program",
             )
         for node in compute_nodes(self, graph, self.selection):
-            if graph.program.chunk(str(node.coords["chunk"])).experts != self.over:
+            if graph.program.chunk(str(node.coords["chunk"])).experts != _name(
+                graph.mesh, self.joined
+            ):
                 raise fail(
                     self,
                     1,
@@ -311,9 +331,24 @@ class Shard:
             )
 
     @property
+    def joined(self) -> str:
+        """Return its axes as one text, such as "tp+ep"."""
+        return self.over if isinstance(self.over, str) else "+".join(self.over)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Return its axes."""
+        return tuple(self.joined.split("+"))
+
+    @property
     def experts(self) -> bool:
         """Return whether it shares experts, and rows everywhere else."""
         return self.stream == ROWS
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Return whether its devices share the tokens of a row."""
+        return self.context or self.stream == TOKENS
 
     @property
     def context(self) -> bool:
@@ -330,9 +365,10 @@ class Shard:
     def sharding(self, mesh: Mesh) -> Sharding:
         """Return the sharding that it asks for on a mesh."""
         selection = self.selection if self.experts else None
+        along = tuple((axis, mesh.size(axis)) for axis in reversed(mesh.along(self.joined)))
         return Sharding(
-            self.over,
-            mesh.size(self.over),
+            _name(mesh, self.joined),
+            mesh.degree(mesh.along(self.joined)),
             self.names,
             self.stream,
             self.keep,
@@ -343,41 +379,64 @@ class Shard:
             bound=float(self.bound),
             overflow=self.overflow,
             cut=self.cut,
+            folded=along if len(along) > 1 else (),
         )
 
     def prepare(self, request: CaptureRequest, seen: Preparation) -> CaptureRequest:
         """Ask for code in which the devices of the axis share the work, if it has more than one."""
         self.check_form()
-        if seen.mesh.size(self.over) == 1:
+        if not seen.mesh.along(self.joined):
             return request
         for item in seen.before:
-            if isinstance(item, Shard) and seen.mesh.size(item.over) > 1:
+            if isinstance(item, Shard) and seen.mesh.along(item.joined):
                 self._check_beside(item)
+        self._check_folded(seen)
         return replace(request, shardings=(*request.shardings, self.sharding(seen.mesh)))
 
     def _check_beside(self, other: Shard) -> None:
         """Raise DirectiveError if it cannot stand behind another one."""
         same = (other.context, other.experts) == (self.context, self.experts)
-        if same or other.over == self.over:
-            text = (
-                f"{describe(other)} shares the same already, over {other.over}; keep one of the two"
-            )
+        twice = set(other.axes) & set(self.axes)
+        folds = self.experts != other.experts and (self.shares_tokens or other.shares_tokens)
+        if same or (twice and not folds):
+            text = f"{describe(other)} shares the same already, over {other.joined}; keep one of the two"
             raise fail(self, 5, text)
         if self.cut or other.cut:
             first, second = (self, other) if self.cut else (other, self)
             text = f"cut=True beside {describe(second)}: only one of the two can be; leave cut=True out"
             raise fail(first, 14, text)
 
+    def _check_folded(self, seen: Preparation) -> None:
+        """Raise DirectiveError for an axis of experts along which devices have neither rows nor tokens of their own."""
+        if not self.experts:
+            return
+        others = [d for d in seen.directives if isinstance(d, Shard) and not d.experts]
+        for axis in seen.mesh.along(self.joined):
+            whole = [d for d in others if axis in d.axes and not d.shares_tokens]
+            if whole:
+                text = (
+                    f"over={self.over!r}: devices along {axis} have the same tokens by {describe(whole[0])}, so they "
+                    f'would send the same rows; write stream="tokens" there, or another axis here'
+                )
+                raise fail(self, 2, text)
+
     def apply(self, graph: Graph) -> Graph:
-        if not (self.experts or self.cut) or not graph.mesh.along(self.over):
+        if not (self.experts or self.cut) or not graph.mesh.along(self.joined):
             return graph
         edit = graph.edit()
-        edit.exchanges[self.over] = EdgeExchange(self.channel or self.over, self.sms)
+        own = [axis for axis in self.axes if axis in dict(graph.program.experts)]
+        for axis in own if self.experts else self.axes:
+            edit.exchanges[axis] = EdgeExchange(self.channel or axis, self.sms)
         return edit.done()
 
     def decided(self) -> Decided | None:
         """Return its decisions before it is compiled."""
         return Decided(self)
+
+
+def _name(mesh: Mesh, joined: str) -> str:
+    """Return the axes of a mesh among some as one text, fastest first: "tp+ep"."""
+    return "+".join(dict.fromkeys(whole_axis(axis) for axis in mesh.along(joined)))
 
 
 def shared_axes(graph: Graph, axes: Iterable[str]) -> tuple[str, ...]:

@@ -78,7 +78,7 @@ def pipeline(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Di
 def data_parallel(
     *, over: str | tuple[str, ...] = ("dp",), zero: Literal[0, 1, 2, 3] = 0, bucket_mb: float = 25, reduce: str = "",
     shard: Mapping[str, str | tuple[str, ...]] | None = None, resident_mb: float | str = 0, reduced_mb: float | str = 0,
-    prefetch: int = 1, gather: str = "",
+    prefetch: int = 1, gather: str = "", whole_mb: float = 0, overlap: bool = True,
 ) -> tuple[Directive, ...]:  # fmt: skip
     """Replicate the whole model over mesh axes, with gradients summed in buckets; see `replicate` for the arguments.
 
@@ -86,7 +86,18 @@ def data_parallel(
     """
     return (
         replicate(
-            where(), over, zero, bucket_mb, reduce, shard, resident_mb, reduced_mb, prefetch, gather
+            where(),
+            over,
+            zero,
+            bucket_mb,
+            reduce,
+            shard,
+            resident_mb,
+            reduced_mb,
+            prefetch,
+            gather,
+            whole_mb,
+            overlap,
         ),
     )
 
@@ -137,7 +148,7 @@ def context_parallel(
 
 def expert_parallel(
     *,
-    over: str = "ep",
+    over: str | tuple[str, ...] = "ep",
     channel: str = "",
     sms: int | None = None,
     bound: float = 1.25,
@@ -147,9 +158,11 @@ def expert_parallel(
 
     Experts are the operations of regions with the coordinate `experts`; tokens go to them and back on the stream
     `channel` (see `shard`). Beside it stands `data_parallel(over=("dp", over))`, or `replicate` with such axes: all but
-    the experts is replicated along both. `over` is a factor of the replicas, so dp may be 1. It is written before the
-    recipes of pipelines, and composes with `tensor_parallel`. `bound` and `overflow` are for dropless mixtures,
-    `channel` and `sms` for mixtures with a capacity.
+    the experts is replicated along both. `over` is a factor of the replicas, so dp may be 1. Dropless experts also take
+    `over=("tp", "ep")` beside `tensor_parallel(sequence=True)`, or cp: then the devices along all of these share the
+    experts, and `data_parallel` names ep alone, as tokens are shared along the others. It is written before the recipes
+    of pipelines, and composes with `tensor_parallel`. `bound` and `overflow` are for dropless mixtures, `channel` and
+    `sms` for mixtures with a capacity.
     """
     asked = shard(
         where(experts=ANY),

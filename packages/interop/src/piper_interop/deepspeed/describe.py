@@ -7,7 +7,7 @@ from pathlib import Path
 
 from piper_interop.deepspeed.arguments import PREFIX
 from piper_interop.deepspeed.table import TABLE
-from piper_interop.deepspeed.zero import BUCKET, ahead, gathers, stage
+from piper_interop.deepspeed.zero import BUCKET, ahead, gathers, persistent, stage
 from piper_interop.neutral.described import DeviceLayout, JobDescription, Recomputation
 from piper_interop.neutral.foreign import Foreign
 from piper_interop.neutral.missing import asked_for
@@ -119,7 +119,7 @@ def _layout(foreign: Foreign, devices: int) -> DeviceLayout:
             f"{foreign.source}: data_parallel_size={stated}, but --gpus {devices} give {replicas} replicas"
         )
     sharing = _mics(foreign, replicas)
-    level = stage(foreign)
+    level, overlap = stage(foreign), foreign.get("zero_optimization.overlap_comm")
     return DeviceLayout(
         tp=tp,
         cp=cp,
@@ -131,6 +131,10 @@ def _layout(foreign: Foreign, devices: int) -> DeviceLayout:
         over_cp=cp > 1 and level > 0,
         bucket_mb=_bucket(foreign),
         prefetch=(1 if ahead(foreign) else 0) if gathers(foreign) else None,
+        whole_mb=persistent(foreign) * BYTES[_precision(foreign)[1]] / 2**20
+        if gathers(foreign)
+        else 0,
+        overlap=level in (0, 3) if overlap is None else bool(overlap) or not level,
     )
 
 

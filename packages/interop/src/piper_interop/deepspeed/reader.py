@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from piper_interop.deepspeed.arguments import ARGUMENTS, PREFIX, filled_in
 from piper_interop.deepspeed.table import KINDS
-from piper_interop.deepspeed.zero import MAX_REUSE, PERSISTENT, gathers, gathers_not
+from piper_interop.deepspeed.zero import MAX_REUSE, gathers
 from piper_interop.neutral.documents import options_of, setting
 from piper_interop.neutral.foreign import Foreign, OptionValue
 from piper_interop.neutral.kinds import ANY, checked
@@ -53,18 +53,9 @@ def _takes_auto(name: str) -> bool:
 def _defaults(foreign: Foreign) -> dict[str, OptionValue]:
     """Return the defaults that are taken in the nearest form, so that the judgement names them."""
     defaults: dict[str, object] = {}
-    if gathers_not(foreign):
-        defaults["zero_optimization.overlap_comm"] = False
-    if gathers(foreign):
-        for name, value in {
-            "param_persistence_threshold": PERSISTENT,
-            "max_live_parameters": MAX_REUSE,
-        }.items():
-            if (
-                foreign.first(f"zero_optimization.{name}", f"zero_optimization.stage3_{name}")
-                is None
-            ):
-                defaults[f"zero_optimization.stage3_{name}"] = value
+    live = ("zero_optimization.max_live_parameters", "zero_optimization.stage3_max_live_parameters")
+    if gathers(foreign) and foreign.first(*live) is None:
+        defaults[live[1]] = MAX_REUSE
     if foreign.get("tensor_parallel.autotp_size", 0) > 1:
         defaults["tensor_parallel.vocab_parallel_lm_head"] = False
     return {name: OptionValue(value, default=True) for name, value in defaults.items()}

@@ -52,9 +52,17 @@ def gathers_not(foreign: Foreign) -> bool:
 
 def ahead(foreign: Foreign) -> int:
     """Return the elements that stage 3 gathers ahead of their use."""
-    name = "zero_optimization.stage3_prefetch_bucket_size"
-    elements = foreign.first(name, name.replace("stage3_", ""))
-    return PREFETCH if elements is None else int(elements)
+    return _elements(foreign, "prefetch_bucket_size", PREFETCH)
+
+
+def persistent(foreign: Foreign) -> int:
+    """Return the elements of a parameter up to which stage 3 leaves it whole on each rank."""
+    return _elements(foreign, "param_persistence_threshold", PERSISTENT)
+
+
+def _elements(foreign: Foreign, name: str, default: int) -> int:
+    elements = foreign.first(f"zero_optimization.stage3_{name}", f"zero_optimization.{name}")
+    return default if elements is None else int(elements)
 
 
 STAGE = "leave the option out, or take a higher ZeRO stage in its place"
@@ -68,12 +76,6 @@ NUMERICS = Ignored("changes no time or memory that is counted")
 CHECKPOINTS = Ignored("concerns checkpoints, and no step")
 LEAVES = Ignored("modules whose parameters are gathered as one, which buckets decide here")
 GATHERS = Mapped("bucket_mb and prefetch of gathered parameters (stage 3)")
-WHOLE = Nearest(
-    "all parameters are sharded, small ones too",
-    "too little memory by their bytes, and predicted too slow by their messages",
-    unless=(0, None),
-    when=gathers,
-)
 REUSED = Nearest(
     "gathered parameters are dropped after each use",
     "too little memory by the parameters that DeepSpeed leaves gathered (2 bytes each), and predicted too slow by "
@@ -149,11 +151,7 @@ SECTION: dict[str, OptionSpec] = {
     ),
     "overlap_comm": (
         BOOL.or_none,
-        Nearest(
-            "Piper always overlaps reductions with the backward",
-            "predicted too fast",
-            unless=(True, None),
-        ),
+        Mapped("overlap"),
     ),
     "compute_grad_norm": (BOOL, Mapped("clip_norm")),
     "load_from_fp32_weights": (BOOL, CHECKPOINTS),
@@ -198,7 +196,7 @@ SECTION: dict[str, OptionSpec] = {
     "cpu_offload_param": (BOOL.or_none, OFFLOAD),
     "cpu_offload_use_pin_memory": (BOOL.or_none, PART_OF_OFFLOAD),
     "prefetch_bucket_size": (SIZE, GATHERS),
-    "param_persistence_threshold": (SIZE, WHOLE),
+    "param_persistence_threshold": (SIZE, Mapped("whole_mb")),
     "model_persistence_threshold": (
         SIZE,
         Ignored("a bound on the parameters that stay whole by param_persistence_threshold"),

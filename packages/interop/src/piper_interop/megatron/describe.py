@@ -16,7 +16,7 @@ from piper_interop.megatron.degrees import (
 from piper_interop.megatron.sizes import length, sizes
 from piper_interop.megatron.stages import boundaries
 from piper_interop.megatron.table import TABLE
-from piper_interop.megatron.table_model import mixture
+from piper_interop.megatron.table_model import exchanged, mixture
 from piper_interop.megatron.table_strategy import sharded
 from piper_interop.neutral.described import DeviceLayout, JobDescription, Recomputation
 from piper_interop.neutral.foreign import Foreign
@@ -24,6 +24,8 @@ from piper_interop.neutral.options import judge
 from piper_interop.neutral.system import Asked
 from piper_ir.ground.errors import JobError
 
+PP_FIRST = ("tp", "cp", "ep", "pp")
+"""The order of axes under --use-tp-pp-dp-mapping: neighbouring stages before replicas."""
 WHOLE_MB = 1_000_000.0
 """The MiB of a bucket that holds all gradients of a device, which are then reduced behind the backward at once."""
 
@@ -130,15 +132,13 @@ def _layout(foreign: Foreign, found: Degrees, asked: Asked) -> DeviceLayout:
     group = foreign.get("microbatch-group-size-per-virtual-pipeline-stage")
     zero, copies = _zero(foreign), foreign["num-distributed-optimizer-instances"]
     copies = copies if zero else 1
-    alone = (
-        "no-sp" in asked.stand_ins
-        and mixture(foreign)
-        and foreign.get("moe-expert-capacity-factor") is None
-    )
     experts = found.experts_cut_alike if found.etp != found.tp else found.ep
+    folded: tuple[str, ...] = ()
+    if exchanged(foreign) and found.folded is not None:
+        experts, folded = found.folded
     return DeviceLayout(
         tp=found.tp,
-        sequence=foreign["sequence-parallel"] and found.tp > 1 and not alone,
+        sequence=foreign["sequence-parallel"] and found.tp > 1,
         cp=found.cp,
         attention=KINDS.get(foreign["cp-comm-type"][0], "ring") if found.cp > 1 else "ring",
         pp=found.pp,
@@ -150,12 +150,15 @@ def _layout(foreign: Foreign, found: Degrees, asked: Asked) -> DeviceLayout:
         dp=found.dp // copies,
         dp_replicate=copies,
         ep=experts if mixture(foreign) else 1,
+        folded=folded,
         zero=zero,
         over_cp=bool(zero) and found.cp > 1,
         reshard=not (
             foreign["use-torch-fsdp2"] and foreign["torch-fsdp2-no-reshard-after-forward"]
         ),
         bucket_mb=_bucket(foreign, found, zero),
+        overlap=sharded(foreign) or foreign["overlap-grad-reduce"] or not _reduced(found, zero),
+        order=PP_FIRST if foreign["use-tp-pp-dp-mapping"] and found.pp > 1 else (),
     )
 
 
@@ -180,13 +183,18 @@ def _zero(foreign: Foreign) -> int:
 def _bucket(foreign: Foreign, found: Degrees, zero: int) -> float | None:
     """Return the MiB of a bucket of gradients; None where nothing is reduced, or FSDP reduces by layer."""
     replicas = found.dp * found.cp
-    if sharded(foreign) or (found.dp == 1 and not (zero and found.cp > 1)):
+    if sharded(foreign) or not _reduced(found, zero):
         return None
     if not foreign["overlap-grad-reduce"]:
         return WHOLE_MB
     elements = foreign.get("ddp-bucket-size") or max(BUCKET, BUCKET_OF_REPLICA * replicas)
     size = 2 if foreign["grad-reduce-in-bf16"] and foreign["bf16"] else 4
     return float(elements * size / 2**20)
+
+
+def _reduced(found: Degrees, zero: int) -> bool:
+    """Return whether replicas reduce gradients, or devices along cp scatter them."""
+    return found.dp > 1 or bool(zero and found.cp > 1)
 
 
 def _recompute(foreign: Foreign, layout: DeviceLayout) -> tuple[Recomputation, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from piper_interop.megatron.describe import WHOLE_MB
+from piper_interop.megatron.describe import PP_FIRST, WHOLE_MB
 from piper_interop.megatron.export_sizes import write_sizes
 from piper_interop.megatron.exported import WrittenOptions
 from piper_interop.megatron.stages import counts_of, evened, layout
@@ -68,6 +68,10 @@ def _precision(described: JobDescription, options: WrittenOptions) -> None:
 def _shared(described: JobDescription, options: WrittenOptions) -> None:
     plan, fields = described.layout, described.sizes.fields
     options.add("tensor-model-parallel-size", plan.tp if plan.tp > 1 else None)
+    if plan.order == PP_FIRST:
+        options.add("use-tp-pp-dp-mapping")
+    elif plan.order:
+        options.near(f"order={plan.order!r}", f"{PP_FIRST}, or the usual order")
     options.add("sequence-parallel", plan.sequence and plan.tp > 1)
     if plan.tp > 1 and "experts" in fields and not plan.sequence:
         options.refuse(
@@ -83,6 +87,23 @@ def _shared(described: JobDescription, options: WrittenOptions) -> None:
             )
     if plan.ep > 1:
         options.add("expert-model-parallel-size", plan.ep)
+        _expert_axes(described, options)
+
+
+def _expert_axes(described: JobDescription, options: WrittenOptions) -> None:
+    """Say that experts are whole; Megatron's lie along tp, then cp, then the replicas."""
+    plan = described.layout
+    dropless = described.sizes.fields["experts"].fields.get("capacity_factor") is None
+    if not dropless or plan.tp * plan.cp == 1:
+        return
+    axes = tuple(axis for axis, size in (("tp", plan.tp), ("cp", plan.cp)) if size > 1)
+    whole = tuple(axis for axis in axes if axis in plan.folded)
+    if whole != axes[: len(whole)] or (plan.sharing_replicas > 1 and whole != axes):
+        options.refuse(
+            f"experts over {', '.join((*plan.folded, 'ep'))} beside {' and '.join(axes)}",
+            f"expert_parallel(over={(*axes, 'ep')!r})",
+        )
+    options.add("expert-tensor-parallel-size", 1 if plan.tp > 1 else None)
 
 
 def _pipeline(described: JobDescription, options: WrittenOptions) -> None:
@@ -129,6 +150,10 @@ def _states(described: JobDescription, options: WrittenOptions) -> None:
         options.add("num-distributed-optimizer-instances", plan.dp_replicate)
     if plan.prefetch not in (None, 1):
         options.near(f"prefetch={plan.prefetch}", "Megatron gathers one use ahead")
+    if described.loss_tiles > 1:
+        options.near(f"tile_loss({described.loss_tiles})", "Megatron computes all logits at once")
+    if plan.whole_mb:
+        options.near(f"whole_mb={plan.whole_mb}", "Megatron shards small parameters, too")
     if plan.zero == 3 and not plan.reshard:
         _torch_fsdp(described, options)
     elif plan.zero >= 2:
@@ -164,8 +189,13 @@ def _buckets(described: JobDescription, options: WrittenOptions) -> None:
     if plan.replicas == 1 and not (plan.zero and plan.cp > 1):
         return
     size = _DEFAULT_MB if plan.bucket_mb is None else plan.bucket_mb
-    if size >= WHOLE_MB:
+    if not plan.overlap:
+        if size < WHOLE_MB:
+            options.near(f"bucket_mb={size:g} without overlap", "Megatron has one bucket then")
         return
+    if size >= WHOLE_MB:
+        options.near("one bucket beside compute", "Megatron's default size")
+        size = _DEFAULT_MB
     options.add("overlap-grad-reduce")
     options.add("overlap-param-gather", plan.zero == 1)
     options.add(

@@ -10,7 +10,7 @@ from piper_interop.neutral.described import ModelSizes
 
 _ACTIVATIONS = {
     ("silu", True): "swiglu",
-    ("gelu", True): "quick-geglu",
+    ("quick_gelu", True): "quick-geglu",
     ("squared_relu", False): "squared-relu",
     ("gelu_tanh", False): "openai-gelu",
     ("gelu", False): None,
@@ -114,12 +114,14 @@ def _feed_forward(fields: dict[str, Any], options: WrittenOptions) -> None:
         options.add(name)
     bias, products = fields["attention_bias"], fields["mlp_bias"]
     mixture, latent = fields["experts"] is not None, fields["latent"] is not None
-    said = "all" if (products and not mixture) or (mixture and bias == "all") else "none"
+    if mixture:
+        products = bool(fields["experts"].fields.get("bias"))
+    said = "all" if products else "none"
     if bias == "qkv" and not products:
         options.add("add-qkv-bias")
     elif bias != said and not latent:
         options.refuse(
-            f"attention_bias={bias!r} with mlp_bias={products}",
+            f"attention_bias={bias!r} with {'bias of experts' if mixture else 'mlp_bias'}={products}",
             "biases in all products, or in none but queries'",
         )
     options.add("disable-bias-linear", said == "none")
@@ -133,10 +135,8 @@ def _experts(fields: dict[str, Any], options: WrittenOptions) -> None:
             f"Experts(score='sigmoid', normalized={own['normalized']}, top_k={top_k})",
             f"normalized={top_k > 1}",
         )
-    if own.get("bias"):
-        options.refuse(
-            "Experts(bias=True)", "bias=False, as experts have none in a grouped product"
-        )
+    options.add("activation-func-clamp-value", own["clamp"])
+    options.add("glu-linear-offset", 1.0 if own["clamp"] is not None else None)
     options.add("num-experts", own["number"])
     options.add("moe-ffn-hidden-size", own["hidden"])
     options.add("moe-router-topk", top_k)

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from piper_interop.megatron.degrees import layers, vocabulary
-from piper_interop.megatron.table_model import latent, mixture, written_out
+from piper_interop.megatron.table_model import clamp, latent, mixture, written_out
 from piper_interop.neutral.described import ModelSizes
 from piper_interop.neutral.foreign import Foreign
 from piper_ir.ground.errors import JobError
@@ -20,7 +20,7 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 EXPERT_DEFAULTS: dict[str, Any] = {
     "capacity_factor": None, "shared_hidden": 0, "shared_gate": False, "score": "softmax", "normalized": True,
-    "scale": 1.0, "groups": 1, "top_groups": 1, "balance": 0.0,
+    "scale": 1.0, "groups": 1, "top_groups": 1, "balance": 0.0, "bias": False, "clamp": None,
 }  # fmt: skip
 _POSITIONS = {"learned_absolute": "learned", "none": "none"}
 
@@ -92,6 +92,8 @@ def experts(foreign: Foreign) -> ModelSizes:
         "groups": foreign.get("moe-router-num-groups", 1),
         "top_groups": foreign.get("moe-router-group-topk", 1),
         "balance": _balance(foreign),
+        "bias": not foreign["disable-bias-linear"],
+        "clamp": clamp(foreign),
     }
     fields = {
         "number": foreign["num-experts"],
@@ -197,7 +199,7 @@ def _window(foreign: Foreign) -> dict[str, Any]:
 def _feed_forward(foreign: Foreign) -> dict[str, Any]:
     kinds = (
         ("swiglu", "silu", True),
-        ("quick-geglu", "gelu", True),
+        ("quick-geglu", "quick_gelu", True),
         ("squared-relu", "squared_relu", False),
         ("openai-gelu", "gelu_tanh", False),
     )

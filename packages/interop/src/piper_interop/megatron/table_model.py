@@ -14,9 +14,22 @@ def mixture(foreign: Foreign) -> bool:
     return bool(foreign["num-experts"])
 
 
+def exchanged(foreign: Foreign) -> bool:
+    """Return whether devices share the experts of a dropless mixture."""
+    several = foreign["expert-model-parallel-size"] > 1
+    return mixture(foreign) and several and foreign.get("moe-expert-capacity-factor") is None
+
+
 def latent(foreign: Foreign) -> bool:
     """Return whether attention is latent."""
     return bool(foreign["multi-latent-attention"])
+
+
+def clamp(foreign: Foreign) -> float | None:
+    """Return the bound of the experts' gate and up products; None without one, or where nothing is added to up."""
+    gated = foreign["swiglu"] or foreign["quick-geglu"]
+    value = foreign.get("activation-func-clamp-value")
+    return value if gated and foreign["glu-linear-offset"] == 1 else None
 
 
 def written_out(foreign: Foreign) -> bool:
@@ -33,8 +46,13 @@ def written_out(foreign: Foreign) -> bool:
     return bool(written) and not (granularity == "selective" and "core_attn" in modules)
 
 
-def _experts_have_biases(foreign: Foreign) -> bool:
-    return mixture(foreign) and not foreign["disable-bias-linear"]
+def _others_have_biases(foreign: Foreign) -> bool:
+    others = foreign.get("moe-shared-expert-intermediate-size") or foreign["moe-layer-freq"] != "1"
+    return mixture(foreign) and bool(others) and not foreign["disable-bias-linear"]
+
+
+def _not_clamped(foreign: Foreign) -> bool:
+    return not mixture(foreign) or clamp(foreign) is None
 
 
 def _differ(foreign: Foreign) -> bool:
@@ -87,9 +105,12 @@ MODEL: OptionTable = {
     "swiglu": Mapped("activation and gated"),
     "squared-relu": Mapped("activation"),
     "openai-gelu": Mapped("activation"),
-    "quick-geglu": Nearest("a gated GELU", "as fast within the gate's formula"),
-    "glu-linear-offset": Nearest("no offset in the gate", "as fast within one addition", unless=(0, 0.0, None)),
-    "activation-func-clamp-value": Nearest("no bound on the gate", FAST),
+    "quick-geglu": Mapped("activation and gated"),
+    "glu-linear-offset": (
+        Nearest("no offset in the gate", "as fast within one addition", unless=(0, 0.0, None), when=_not_clamped),
+        Mapped("clamp of experts"),
+    ),
+    "activation-func-clamp-value": (Nearest("no bound on the gate", FAST, when=_not_clamped), Mapped("clamp of experts")),
     "normalization": Mapped("norm"),
     "norm-epsilon": Mapped("eps"),
     "apply-layernorm-1p": Ignored("a norm's weights are stored less 1, in as many bytes"),
@@ -99,12 +120,12 @@ MODEL: OptionTable = {
     "fp32-residual-connection": Nearest("residuals in bfloat16", f"{FAST}, {LESS}"),
     "disable-bias-linear": (
         Nearest(
-            "experts without biases",
-            f"{LESS}, by 1 / width of the experts",
+            "shared experts and layers without experts have no biases",
+            f"{LESS}, by 1 / width of these",
             unless=(True,),
-            when=_experts_have_biases,
+            when=_others_have_biases,
         ),
-        Mapped("attention_bias and mlp_bias"),
+        Mapped("attention_bias, mlp_bias and bias of experts"),
     ),
     "add-qkv-bias": Mapped("attention_bias"),
     "qk-layernorm": Mapped("qk_norm; norms of the latents with latent attention"),

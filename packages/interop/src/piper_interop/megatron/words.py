@@ -58,6 +58,8 @@ WHOLE: dict[str, int | None] = {
 
 REAL: dict[str, float | None] = {
     "norm-epsilon": 1e-5,
+    "glu-linear-offset": 0.0,
+    "activation-func-clamp-value": None,
     "rotary-percent": 1.0,
     "hidden-dropout": 0.1,
     "attention-dropout": 0.1,
@@ -161,6 +163,7 @@ SWITCHES = (
     "recompute-activations",
     "decrease-batch-size-if-needed",
     "cross-entropy-loss-fusion",
+    "use-tp-pp-dp-mapping",
 )
 """The options without a value; each is off unless it is given."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 
@@ -17,6 +18,23 @@ def literal(value: Any) -> str:
     if isinstance(value, dict):
         return f"{{{', '.join(f'{literal(k)}: {literal(v)}' for k, v in value.items())}}}"
     return repr(value)
+
+
+def axes_of_experts(devices: int, tp: int, cp: int, replicas: int) -> tuple[str, ...] | None:
+    """Return the axes beside the replicas along which so many devices with different experts lie.
+
+    Ranks that share experts follow each other, so they lie along tp, then along cp, then along replicas. None if they
+    take a part of an axis.
+    """
+    rest, axes = devices, list[str]()
+    for axis, size in (("tp", tp), ("cp", cp)):
+        if size == 1 or rest == 1:
+            continue
+        if rest % size:
+            return None
+        rest //= size
+        axes.append(axis)
+    return None if replicas % rest else tuple(axes)
 
 
 @dataclass(frozen=True)
@@ -72,12 +90,16 @@ class DeviceLayout:
         units: "layers", or "all" if embedding and head count as layers in `at` and among the stages.
         dp: replicas with rows of their own, of which each holds one shard of the states.
         dp_replicate: groups of these that hold the same shards (hybrid sharding).
-        ep: devices among the replicas that share experts.
+        ep: devices that share experts, all of them.
+        folded: the axes beside those of the replicas of which these devices are made: "tp" and "cp", or neither.
         zero: the states that are sharded: 0 none, 1 the optimizer's, 2 gradients too, 3 parameters too.
         over_cp: whether states are sharded over cp, too.
         reshard: whether gathered parameters are dropped after the forward and gathered again (zero=3).
         bucket_mb: MiB of a bucket of gradients; None for the recipe's own.
         prefetch: uses ahead for which parameters are gathered; None for the recipe's own.
+        whole_mb: MiB of a parameter, in the compute dtype, up to which it is not sharded (zero=3).
+        overlap: whether reductions of gradients and gathers of parameters run beside compute.
+        order: the axes along which neighbouring ranks differ first, if it is not the usual order.
     """
 
     tp: int = 1
@@ -93,11 +115,21 @@ class DeviceLayout:
     dp: int = 1
     dp_replicate: int = 1
     ep: int = 1
+    folded: tuple[str, ...] = ()
     zero: int = 0
     over_cp: bool = False
     reshard: bool = True
     bucket_mb: float | None = None
     prefetch: int | None = None
+    whole_mb: float = 0
+    overlap: bool = True
+    order: tuple[str, ...] = ()
+
+    @property
+    def sharing_replicas(self) -> int:
+        """Return the replicas whose devices share experts: ep without the folded axes."""
+        sizes = {"tp": self.tp, "cp": self.cp}
+        return self.ep // prod(sizes[axis] for axis in self.folded)
 
     @property
     def devices(self) -> int:
@@ -110,7 +142,7 @@ class DeviceLayout:
         return self.dp * self.dp_replicate
 
 
-ORIGINS = ("sizes", "job", "mesh", "tp", "cp", "ep", "pp", "batch", "recompute", "dp")
+ORIGINS = ("sizes", "job", "mesh", "tp", "cp", "ep", "pp", "batch", "loss", "recompute", "dp")
 """The lines of a FILE.py that name the options that they come from."""
 
 
@@ -126,6 +158,7 @@ class JobDescription:
         rows: rows of a microbatch of one replica.
         layout: the devices' shares.
         recompute: the layers that are computed again; () for none.
+        loss_tiles: the tiles of tokens in which logits and loss are computed.
         params: the dtype of parameters, gradients' sums and optimizer states.
         compute: the dtype of forward and backward.
         reduce: the dtype of gradients in messages.
@@ -152,6 +185,7 @@ class JobDescription:
     parameters: int | None = None
     stack: str = ""
     notes: tuple[str, ...] = ()
+    loss_tiles: int = 1
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property

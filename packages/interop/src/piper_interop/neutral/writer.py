@@ -91,7 +91,8 @@ def _strategy(described: JobDescription) -> Iterator[str]:
     layout = described.layout
     yield from _comment(described, "mesh")
     yield "strategy = piper.Strategy("
-    yield f"    piper.Mesh({', '.join(f'{axis}={size}' for axis, size in mesh(layout).items())}),"
+    order = {"order": layout.order} if layout.order else {}
+    yield f"    piper.Mesh({_arguments({**mesh(layout), **order})}),"
     yield "    ("
     for part, call in calls(described):
         origin = described.origins.get(part, "")
@@ -117,8 +118,8 @@ def mesh(layout: DeviceLayout) -> dict[str, int]:
     sizes = {
         "pp": layout.pp,
         "rep": layout.dp_replicate,
-        "dp": layout.dp // layout.ep,
-        "ep": layout.ep,
+        "dp": layout.dp // layout.sharing_replicas,
+        "ep": layout.sharing_replicas,
         "cp": layout.cp,
         "tp": layout.tp,
     }
@@ -133,9 +134,15 @@ def calls(described: JobDescription) -> Iterator[tuple[str, str]]:
     if layout.cp > 1:
         yield "cp", f"*recipes.context_parallel(attention={literal(layout.attention)})"
     if layout.ep > 1:
-        yield "ep", "*recipes.expert_parallel()"
+        axes = (*layout.folded, *(["ep"] if layout.sharing_replicas > 1 else []))
+        yield (
+            "ep",
+            f"*recipes.expert_parallel({'' if axes == ('ep',) else f'over={literal(axes)}'})",
+        )
     part = "pp" if layout.pp > 1 else "batch"
     yield from ((part, call) for call in _pipeline(described))
+    if described.loss_tiles > 1:
+        yield "loss", f"piper.tile_loss({described.loss_tiles})"
     yield from (("recompute", _recompute(r)) for r in described.recompute)
     if layout.replicas > 1 or (layout.zero and layout.over_cp and layout.cp > 1):
         yield "dp", f"*recipes.data_parallel({_arguments(_replicated(layout))})"
@@ -165,7 +172,7 @@ def _recompute(recompute: Recomputation) -> str:
 
 def _replicated(layout: DeviceLayout) -> dict[str, Any]:
     """Return the arguments of `recipes.data_parallel`."""
-    shards = ["dp", *(["ep"] if layout.ep > 1 else [])]
+    shards = ["dp", *(["ep"] if layout.sharing_replicas > 1 else [])]
     if layout.zero and layout.over_cp and layout.cp > 1:
         shards.append("cp")
     how: dict[str, Any] = {"over": tuple(shards)}
@@ -180,6 +187,10 @@ def _replicated(layout: DeviceLayout) -> dict[str, Any]:
         how["bucket_mb"] = layout.bucket_mb
     if layout.prefetch is not None:
         how["prefetch"] = layout.prefetch
+    if not layout.overlap:
+        how["overlap"] = False
+    if layout.whole_mb:
+        how["whole_mb"] = layout.whole_mb
     if layout.zero == 3 and not layout.reshard:
         how["resident_mb"] = "step"
     return how

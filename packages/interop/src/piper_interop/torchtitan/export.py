@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from piper_interop.neutral.described import DeviceLayout, JobDescription
+from piper_interop.neutral.described import DeviceLayout, JobDescription, axes_of_experts
 from piper_interop.neutral.system import Exported
 from piper_interop.neutral.writer import check_batch
 from piper_interop.torchtitan.describe import SCHEDULES
@@ -59,8 +59,10 @@ def _lacking(described: JobDescription) -> Iterator[str]:
         yield f"context_parallel(attention={layout.attention!r}); the nearest is 'gather'"
     if layout.cp > 1 and layout.zero and not layout.over_cp:
         yield "states that are whole along cp; the nearest shares them over dp and cp"
-    if layout.ep > 1 and (layout.tp > 1 or layout.cp > 1):
-        yield "experts over replicas alone beside tp or cp; the nearest has tp=1 and cp=1"
+    axes = axes_of_experts(layout.ep, layout.tp, layout.cp, layout.dp)
+    if layout.ep > 1 and axes != layout.folded:
+        nearest = tuple(axis for axis in ("tp", "cp") if getattr(layout, axis) > 1)
+        yield f"experts over replicas beside {', '.join(nearest)}; the nearest is over={(*nearest, 'ep')!r}"
     for part in described.recompute:
         if part.keep not in CHECKPOINTING or part.layers is not None or part.group > 1:
             yield f"recompute(keep={part.keep!r}) of some layers; the nearest is keep='inputs' for all layers"
@@ -94,6 +96,8 @@ def _options(described: JobDescription) -> Iterator[tuple[str, object]]:
     if layout.zero == 3:
         yield "parallelism.fsdp_reshard_after_forward", "always" if layout.reshard else "never"
     yield "compile.enable", described.stack == "inductor"
+    if described.loss_tiles > 1:
+        yield "loss.num_chunks", described.loss_tiles
     if layout.pp > 1:
         yield from _pipeline(described, layout)
 
@@ -122,6 +126,12 @@ def stages(described: JobDescription) -> list[list[str]]:
 
 
 def _notes(described: JobDescription) -> Iterator[str]:
+    if not described.layout.overlap:
+        yield "FSDP runs its messages beside compute"
+    if described.layout.order:
+        yield "torchtitan's mesh has stages outermost"
+    if described.layout.whole_mb:
+        yield f"FSDP shards parameters below {described.layout.whole_mb:g} MiB, too"
     if _checkpointing(described) == "selective":
         yield "selective checkpointing keeps every second product, keep='products' all of them"
     yield "the options are those of version 0.3.0; run_train.sh takes them behind --module and --config"

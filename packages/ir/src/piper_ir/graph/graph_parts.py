@@ -187,6 +187,8 @@ class Replication:
         resident_bytes: the most bytes of gathered parameters that a role keeps for later uses; None: all, for the step.
         reduced_bytes: likewise of gradients that are not scattered yet.
         prefetch: how many uses of gathered parameters ahead a gather is issued.
+        whole_bytes: the most bytes of a parameter that is not sharded where others are.
+        overlap: whether gathers and reductions run beside compute.
     """
 
     over: tuple[str, ...]
@@ -198,11 +200,21 @@ class Replication:
     resident_bytes: int | None = 0
     reduced_bytes: int | None = 0
     prefetch: int = 1
+    whole_bytes: int = 0
+    overlap: bool = True
 
     @property
     def together(self) -> tuple[object, ...]:
         """Return the settings that chunks with a shared parameter must agree on."""
-        return self.over, self.bucket_bytes, self.stream, self.shard, self.gather
+        return (
+            self.over,
+            self.bucket_bytes,
+            self.stream,
+            self.shard,
+            self.gather,
+            self.whole_bytes,
+            self.overlap,
+        )
 
 
 @dataclass(frozen=True, slots=True)

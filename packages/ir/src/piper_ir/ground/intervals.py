@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 Interval = tuple[float, float]
@@ -28,6 +28,17 @@ def idle(working: Sequence[Interval], moving: Sequence[Interval] | None, busy: f
     """Return the idle time between computations, which are sorted and disjoint and last `busy` seconds together."""
     span = working[-1][1] - working[0][0] - busy if working else 0.0
     return Idle(busy, span, None if moving is None else uncovered(moving, working))
+
+
+def united(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the union of intervals, sorted and disjoint."""
+    union: list[Interval] = []
+    for start, end in sorted(intervals):
+        if union and start <= union[-1][1]:
+            union[-1] = union[-1][0], max(union[-1][1], end)
+        elif end > start:
+            union.append((start, end))
+    return union
 
 
 def uncovered(intervals: Sequence[Interval], by: Sequence[Interval]) -> float:

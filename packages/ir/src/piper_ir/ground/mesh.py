@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 
 from piper_ir.ground.errors import CompileError
@@ -24,21 +24,38 @@ def whole_axis(name: str) -> str:
     return whole if dot and number.isdigit() else name
 
 
-def _speed(axis: str) -> tuple[int, int]:
+def _speed(axis: str, order: Sequence[str]) -> tuple[int, int]:
+    """Return the place of an axis among all: first the axes of `order`, then the others as in AXES."""
     whole = whole_axis(axis)
-    return AXES.index(whole), -int(axis[len(whole) + 1 :] or 0)
+    place = order.index(whole) if whole in order else len(order) + AXES.index(whole)
+    return place, -int(axis[len(whole) + 1 :] or 0)
 
 
 @dataclass(frozen=True, init=False)
 class Mesh:
     """Arrange ranks along named axes: `Mesh(pp=4, dp=2)` has 8 ranks.
 
-    Axes that are not named have size 1. Ranks are counted along the axes in the order of AXES, fastest first.
+    Axes that are not named have size 1. Ranks are counted along the axes in the order of AXES, fastest first, so that
+    the first ones lie inside of nodes. `order` names axes that come before the others, in an order of its own:
+    `Mesh(pp=4, dp=2, order=("tp", "pp"))` has neighbouring stages on neighbouring ranks.
     """
 
     sizes: tuple[tuple[str, int], ...]
+    order: tuple[str, ...] = ()
 
-    def __init__(self, sizes: tuple[tuple[str, int], ...] = (), **axes: int) -> None:
+    def __init__(
+        self,
+        sizes: tuple[tuple[str, int], ...] = (),
+        order: str | Sequence[str] = (),
+        **axes: int,
+    ) -> None:
+        order = (order,) if isinstance(order, str) else tuple(order)
+        for name in order:
+            if name not in AXES or order.count(name) > 1:
+                raise CompileError(
+                    f"Mesh(order={order!r}): {name!r} is unknown or stands twice; each of {', '.join(AXES)} may stand "
+                    f"once, that of neighbouring ranks first"
+                )
         named = [name for name, _ in sizes]
         if twice := [name for name in named if named.count(name) > 1]:
             raise CompileError(f"Mesh: axis {twice[0]} stands twice; leave one of them out")
@@ -52,15 +69,10 @@ class Mesh:
                 raise CompileError(
                     f"Mesh: axis {name} has size {size!r}; a positive integer is needed"
                 )
-        object.__setattr__(
-            self,
-            "sizes",
-            tuple(
-                (a, size_by_axis[a])
-                for a in sorted(size_by_axis, key=_speed)
-                if size_by_axis[a] > 1
-            ),
-        )
+        used = [a for a, size in size_by_axis.items() if size > 1]
+        usual, own = (sorted(used, key=partial(_speed, order=o)) for o in ((), order))
+        object.__setattr__(self, "sizes", tuple((a, size_by_axis[a]) for a in own))
+        object.__setattr__(self, "order", order if own != usual else ())
         if self.world > MOST_RANKS:
             raise CompileError(
                 f"{self}: {self.world} ranks; at most {MOST_RANKS} are accepted, use smaller axes"
@@ -71,7 +83,7 @@ class Mesh:
         if len(degrees) == 1:
             return self
         parts = ((f"{axis}.{k}", degree) for k, degree in enumerate(degrees))
-        return Mesh((*((a, n) for a, n in self.sizes if a != axis), *parts))
+        return Mesh((*((a, n) for a, n in self.sizes if a != axis), *parts), self.order)
 
     def along(self, axis: str) -> tuple[str, ...]:
         """Return the axis, or the axes that it is split into, fastest first; "tp.0+tp.1" names some of these."""
@@ -130,4 +142,5 @@ class Mesh:
         return tuple(matching)
 
     def __str__(self) -> str:
-        return "Mesh(" + ", ".join(f"{a}={n}" for a, n in reversed(self.sizes)) + ")"
+        order = [f"order={self.order!r}"] if self.order else []
+        return f"Mesh({', '.join([*(f'{a}={n}' for a, n in reversed(self.sizes)), *order])})"

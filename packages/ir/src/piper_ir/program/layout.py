@@ -37,6 +37,8 @@ EXPERTS = "experts"
 """The name of the index of a mixture's experts, and of the coordinate of the regions that compute them."""
 SHARED = "shared"
 """The coordinate of the chunks that devices share, while each computes all other chunks whole."""
+TOKENS = "tokens"
+"""The stream of an axis whose devices share the tokens of a row between layers; the index of context parallelism."""
 ROWS = "rows"
 """The stream of an axis whose devices each have rows of their own, and trade them for the rows of their experts."""
 EXPERTS_SHARED = 'shard(where(experts=ANY), over="ep", index="experts", stream="rows")'
@@ -70,6 +72,7 @@ class Sharding:
         bound: of dropless mixtures, the places for rows of another device over the mean of these.
         overflow: how more rows are treated: "rounds", "error" or "drop".
         cut: whether chunks are cut where devices begin and end to share work, so that sums are made between them.
+        folded: the axes, outermost first, of which `over` is made, with their sizes; none if it is one axis.
     """
 
     over: str
@@ -85,6 +88,7 @@ class Sharding:
     bound: float = field(default=BOUND, repr=False)
     overflow: str = field(default=OVERFLOWS[0], repr=False)
     cut: bool = field(default=False, repr=False)
+    folded: tuple[tuple[str, int], ...] = field(default=(), repr=False)
 
     @property
     def way(self) -> str:
@@ -99,7 +103,9 @@ class Sharding:
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """Return the axis, or the axes that it is split into, with their sizes."""
+        """Return the axis, or the axes that it is made of or split into, with their sizes."""
+        if self.folded:
+            return self.folded
         if len(self.split) < 2:
             return ((self.over, self.degree),)
         return tuple((f"{self.over}.{k}", degree) for k, degree in enumerate(self.split))

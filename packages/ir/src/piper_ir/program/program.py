@@ -259,7 +259,7 @@ class Chunk:
             for one in sig.collectives
             for axis in one.axis.split("+")
         }
-        return "" if self.experts in inside else self.experts
+        return "" if inside.issuperset(self.experts.split("+")) else self.experts
 
     @property
     def variant(self) -> str:

@@ -7,6 +7,6 @@ May import: ground, program, plan, fold, tools.
 """
 
 from piper_ir.verify.rules import RULES, Violation, instr_title
-from piper_ir.verify.verifier import check, check_joined, check_named, verify
+from piper_ir.verify.verifier import check, check_joined, verify
 
-__all__ = ["RULES", "Violation", "check", "check_joined", "check_named", "instr_title", "verify"]
+__all__ = ["RULES", "Violation", "check", "check_joined", "instr_title", "verify"]

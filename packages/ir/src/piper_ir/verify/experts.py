@@ -45,15 +45,16 @@ def _axis_problems(plan: Plan, axis: str) -> Iterator[str]:
 
 
 def _chunk_problems(plan: Plan, chunk: Chunk, params: dict[str, Param]) -> Iterator[str]:
+    axes = set(plan.mesh.along(chunk.experts)) if chunk.experts else set()
     along = {
         part.axis for i in chunk.inputs if i.kind == "param" for part in params[i.ref].layout
-    } & set(plan.experts)
-    if chunk.experts and chunk.experts not in plan.experts:
+    } & {*plan.experts, *axes}
+    if chunk.experts and (not axes or not axes <= {*plan.experts, *plan.shared}):
         yield (
             f"has experts along {chunk.experts}; devices have different ones along "
             f"{', '.join(plan.experts) or 'no axis'}"
         )
-    elif chunk.experts and along != {chunk.experts}:
+    elif chunk.experts and along != axes:
         yield (
             f"has experts along {chunk.experts}, and its parameters have parts along "
             f"{', '.join(sorted(along)) or 'no axis'}"
@@ -64,6 +65,9 @@ def _chunk_problems(plan: Plan, chunk: Chunk, params: dict[str, Param]) -> Itera
             f"said to compute them"
         )
     for step, sig in chunk.steps.items():
+        for one in sig.collectives if chunk.experts else ():
+            if one.kind == "all_to_all" and set(plan.mesh.along(one.axis)) != axes:
+                yield f"has experts along {chunk.experts}, and its step {step} exchanges rows along {one.axis}"
         if sig.experts is None:
             continue
         if isinstance(sig.experts.rows, Affine) or isinstance(sig.experts.places, Affine):

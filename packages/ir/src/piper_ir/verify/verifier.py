@@ -25,7 +25,7 @@ from piper_ir.verify.sharing import check_sharing
 from piper_ir.verify.training import check_holders, check_layout, check_steps
 from piper_ir.verify.values import check_values
 
-__all__ = ["RULES", "Violation", "check", "check_joined", "check_named", "verify"]
+__all__ = ["RULES", "Violation", "check", "check_joined", "verify"]
 
 
 def verify(plan: Plan) -> None:
@@ -61,16 +61,6 @@ def check(plan: Plan) -> list[Violation]:
             group(findings)
             if findings.violations:
                 break
-    return findings.violations
-
-
-def check_named(plan: Plan) -> list[Violation]:
-    """Return the violations of rules on names alone: of ranks, streams, values, chunks, channels (R01, R02, R06, R09).
-
-    A plan without any can be read and shown; it need not run.
-    """
-    findings = Findings(plan)
-    check_tables(findings)
     return findings.violations
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from piper_ops.attention import context, sdpa
-from piper_ops.experts import experts, rounds
+from piper_ops.experts import biases, experts, rounds
 from piper_ops.pointwise import losses, norms, vocabulary
 
 
@@ -275,6 +275,16 @@ def _grouped_flops(dims: Callable[[Call], tuple[int, ...]]) -> Callable[[Call], 
     return lambda call: 2 * prod(dims(call))
 
 
+def grouped_add_flops(call: Call) -> int:
+    """Count an addition per element of the rows."""
+    return call.tensor("rows").numel()
+
+
+def grouped_add_wgrad_flops(call: Call) -> int:
+    """Count an addition per element of the gradient of the rows."""
+    return call.tensor("grad").numel()
+
+
 def route_dgrad_flops(call: Call) -> int:
     """Count an addition per element of the rows, less the first of each token."""
     return call.tensor("grad").numel() - call.outs[0].numel()
@@ -436,6 +446,14 @@ PORTABLE: Mapping[str, PortableOp] = {
             forward=Formula(
                 experts.grouped_mm_wgrad_, _grouped_flops(grouped_wgrad_dims), grouped_wgrad_dims
             ),
+        ),
+        PortableOp(
+            "grouped_add",
+            "elementwise",
+            outputs=("out",),
+            saved=(),
+            forward=Formula(biases.grouped_add, grouped_add_flops),
+            wgrad=Formula(biases.grouped_add_wgrad, grouped_add_wgrad_flops),
         ),
         PortableOp(
             "unroute",

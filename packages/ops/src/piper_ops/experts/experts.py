@@ -203,7 +203,7 @@ def _by_device(name: str, elsewhere: Callable[..., Any]) -> Callable[..., Any]:
 # --- products
 
 
-def _sizes(counts: Tensor, rows: int) -> list[int]:
+def sizes_of(counts: Tensor, rows: int) -> list[int]:
     """Return how many rows each expert has, and how many are behind them; the host waits for the counts of a GPU."""
     sizes: list[int] = counts.tolist()
     behind = rows - sum(sizes)
@@ -214,7 +214,7 @@ def _sizes(counts: Tensor, rows: int) -> list[int]:
     return [*sizes, behind]
 
 
-def _has_kernel(*tensors: Tensor) -> bool:
+def has_kernel(*tensors: Tensor) -> bool:
     """Return whether torch's grouped kernel takes these tensors: one of the last two dimensions must be dense."""
     return all(
         t.is_cuda
@@ -244,12 +244,12 @@ def _grouped_fake(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
 
 
 def _grouped_kernel(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
-    if _has_kernel(rows, weight) and weight.shape[1] % ALIGNED == 0:
+    if has_kernel(rows, weight) and weight.shape[1] % ALIGNED == 0:
         ends = counts.cumsum(0, dtype=torch.int32)
         product: Tensor = torch._grouped_mm(rows.contiguous(), weight, offs=ends)
         behind = torch.arange(rows.shape[0], device=rows.device) >= ends[-1]
         return product.masked_fill_(behind.unsqueeze(1), 0)
-    sizes = _sizes(counts, rows.shape[0])
+    sizes = sizes_of(counts, rows.shape[0])
     if _has_cpu_kernel(rows, weight):
         # Not an operator's result: a number per expert on the host is no memory of the step, here as in a list.
         ends = torch.frombuffer(array("i", accumulate(sizes[:-1])), dtype=torch.int32)
@@ -280,14 +280,14 @@ def _grouped_wgrad_fake(rows: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
     return contiguous_empty(rows, (counts.shape[0], rows.shape[1], grad.shape[1]))
 
 
-def _grouped_wgrad_kernel(rows: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
-    if _has_kernel(rows, grad):
+def wgrad_kernel(rows: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
+    if has_kernel(rows, grad):
         ends = counts.cumsum(0, dtype=torch.int32)
         product: Tensor = torch._grouped_mm(rows.contiguous().t(), grad.contiguous(), offs=ends)
         return product.masked_fill_((counts == 0).view(-1, 1, 1), 0)
     gradients, sizes = (
         rows.new_empty((counts.shape[0], rows.shape[1], grad.shape[1])),
-        _sizes(counts, rows.shape[0]),
+        sizes_of(counts, rows.shape[0]),
     )
     for x, above, result in zip(
         rows.split_with_sizes(sizes), grad.split_with_sizes(sizes), gradients.unbind(), strict=False
@@ -300,7 +300,7 @@ def _grouped_wgrad_kernel(rows: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
 
 
 def _grouped_wgrad_add(rows: Tensor, counts: Tensor, grad: Tensor, total: Tensor) -> Tensor:
-    sizes = _sizes(counts, rows.shape[0])
+    sizes = sizes_of(counts, rows.shape[0])
     columns = rows.t().split_with_sizes(sizes, 1)
     for x, above, result in zip(
         columns, grad.split_with_sizes(sizes), total.unbind(), strict=False
@@ -413,7 +413,7 @@ grouped_mm_wgrad = define(
     "grouped_mm_wgrad",
     "(Tensor rows, Tensor counts, Tensor grad) -> Tensor",
     _grouped_wgrad_fake,
-    _grouped_wgrad_kernel,
+    wgrad_kernel,
     direct=True,
 )
 """An op that returns the gradient (E, K, N) of the matrices: zeros for an expert without rows."""

@@ -8,6 +8,7 @@ people):
 - An element of a drawn tensor gets the number that the key has for the element's index in the tensor of the *whole
   batch*, in row-major order. So neither the rows of a microbatch nor the placement of a layer matter.
 - A number is an integer of 32 bits; `UNIFORM` and `OPEN` make a float of it.
+- A device that shares an operation has a part of the drawn tensor: it draws the numbers of the elements of its part.
 
 Captured code calls `draw`; opaque code, which autograd runs as it is, runs under `DrawingMode`. Both ask for the
 `DrawsOfCall` that the engine has set for the chunk by `drawing`. Without one, torch's own operations and generator
@@ -31,12 +32,49 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from piper_ops.random.counter import Key, key_of, numbers, numbers_at
 from piper_ops.random.draw_kernels import draw_from_numbers, is_draw
 
+LONG_RUN = 1 << 16
+"""The elements from which numbers that follow one another are made run by run; shorter runs are made together."""
 UNIFORM = {torch.float64: 24, torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 """The leading bits of a number that are a float in [0, 1), by dtype: in float64 as many as in float32."""
 
 
 ANY_NUMBER = "#*"
 """The end of the place of a module whose number of draws depends on values; only torch's generator can serve these."""
+
+
+DrawnPart = Sequence[Sequence[tuple[int, int | None, int | None]]]
+"""A device's part of a drawn tensor, or nothing for all of it: for each dimension its loops, the outermost first.
+
+A loop has its number of steps, and the step that the device has where the loop around it is at step 0, and elsewhere;
+negative ones count from the end, and None says that it has all steps.
+"""
+
+
+def positions(loops: Sequence[tuple[int, int | None, int | None]], device: torch.device) -> Tensor:
+    """Return where the entries that a device has of a dimension are in all of it."""
+    index = torch.zeros(1, dtype=torch.int64, device=device)
+    around = index
+    for size, first, other in loops:
+        if first is None or other is None:
+            steps = torch.arange(size, device=device).expand(len(index), size)
+        else:
+            own = torch.where(around == 0, first % size, other % size)
+            steps = own[:, None]
+        index = (index[:, None] * size + steps).flatten()
+        around = steps.flatten()
+    return index
+
+
+def _part_of_whole(
+    op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], part: DrawnPart
+) -> tuple[Tensor, Tensor]:
+    """Run a dropout on a device's part, by the mask that torch's own operation draws for the whole tensor."""
+    x, p, *rest = args
+    whole = x.new_ones([math.prod(size for size, *_ in loops) for loops in part])
+    kept = op(whole, p, *rest, **kwargs)[1]
+    for dim, loops in enumerate(part):
+        kept = kept.index_select(dim, positions(loops, x.device))
+    return x.mul(kept).mul_(0.0 if p == 1 else 1.0 / (1.0 - p)), kept
 
 
 class DrawPlace(Protocol):
@@ -68,13 +106,20 @@ class DrawsOfCall:
     whole: int
     begin: Callable[[str], object] | None = None
 
-    def run(self, number: int, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run a random operation, the one of that number in the chunk."""
+    def run(
+        self,
+        number: int,
+        op: OpOverload,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        part: DrawnPart = (),
+    ) -> Any:
+        """Run a random operation, the one of that number in the chunk, on a device's part of its tensor."""
         drawn = self.draws[number]
         if self.begin is not None:
             self.begin(drawn.place)
-            return op(*args, **kwargs)
-        numbers = DrawnNumbers(self, drawn)
+            return _part_of_whole(op, args, kwargs, part) if part else op(*args, **kwargs)
+        numbers = DrawnNumbers(self, drawn, part)
         return (
             _seen(op, args, kwargs, numbers)
             if _watchers()
@@ -103,8 +148,8 @@ def _seen(
 class DrawnNumbers:
     """Give the numbers of one draw."""
 
-    def __init__(self, drawing: DrawsOfCall, drawn: DrawPlace) -> None:
-        self._drawing, self._drawn = drawing, drawn
+    def __init__(self, drawing: DrawsOfCall, drawn: DrawPlace, part: DrawnPart = ()) -> None:
+        self._drawing, self._drawn, self._part = drawing, drawn, part
 
     def _key(self, stream: int) -> Key:
         more = f"/{stream}" if stream else ""
@@ -112,6 +157,8 @@ class DrawnNumbers:
 
     def _begin(self, shape: Sequence[int]) -> int | None:
         """Return the first element's index in the whole batch's tensor; None if the part is not contiguous there."""
+        if self._part:
+            return None
         rows = [d for d, entries in enumerate(self._drawn.rows) if entries]
         if not rows:
             return 0
@@ -124,11 +171,41 @@ class DrawnNumbers:
         index, stride = torch.zeros((), dtype=torch.int64, device=device), 1
         for dim in reversed(range(len(shape))):
             entries = self._drawn.rows[dim]
-            begin = entries * self._drawing.first
-            along = torch.arange(begin, begin + shape[dim], device=device) * stride
+            loops = self._part[dim] if self._part else ((shape[dim], None, None),)
+            along = (positions(loops, device) + entries * self._drawing.first) * stride
             index = index + along.view(-1, *[1] * (len(shape) - dim - 1))
-            stride *= entries * self._drawing.whole or shape[dim]
+            stride *= entries * self._drawing.whole or math.prod(size for size, *_ in loops)
         return index
+
+    def _inner(self, shape: Sequence[int]) -> int:
+        """Return the number of last dimensions of which this part has all, without rows of others."""
+        inner = 0
+        for dim in reversed(range(len(shape))):
+            if self._drawn.rows[dim] or (self._part and _parted(self._part[dim])):
+                break
+            inner += 1
+        return inner
+
+    def _parts(
+        self, key: Key, shape: Sequence[int], device: torch.device
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the numbers of a tensor, in row-major order, as parts (torch.int32) with their places."""
+        begin = self._begin(shape)
+        if begin is not None:
+            yield from numbers(key, begin, math.prod(shape), device)
+            return
+        outer = len(shape) - self._inner(shape)
+        run = math.prod(shape[outer:])
+        starts = self._elements(shape[:outer], device).flatten() * run
+        if run >= LONG_RUN:
+            for k, start in enumerate(starts.tolist()):
+                for place, part in numbers(key, start, run, device):
+                    yield slice(k * run + place.start, k * run + place.stop), part
+            return
+        along, group = torch.arange(run, device=device), max(1, LONG_RUN // run)
+        for k in range(0, len(starts), group):
+            elements = (starts[k : k + group, None] + along).flatten()
+            yield slice(k * run, k * run + len(elements)), numbers_at(key, elements)
 
     def made(
         self,
@@ -139,11 +216,8 @@ class DrawnNumbers:
         stream: int = 0,
     ) -> Tensor:
         """Return a contiguous tensor that `make` computes of the numbers (torch.int32); streams are independent."""
-        key, begin = self._key(stream), self._begin(shape)
-        if begin is None:
-            return make(numbers_at(key, self._elements(shape, device))).to(dtype)
         flat = torch.empty(math.prod(shape), dtype=dtype, device=device)
-        for place, part in numbers(key, begin, flat.numel(), device):
+        for place, part in self._parts(self._key(stream), shape, device):
             flat[place] = make(part)
         return flat.view(tuple(shape))
 
@@ -193,6 +267,11 @@ class DrawnNumbers:
         )
 
 
+def _parted(loops: Sequence[tuple[int, int | None, int | None]]) -> bool:
+    """Return whether a device has a part of the steps of some loop."""
+    return any(first is not None for _, first, _ in loops)
+
+
 class _Local(threading.local):
     drawing: DrawsOfCall | None = None
 
@@ -215,10 +294,12 @@ def drawing(current: DrawsOfCall, *, opaque: bool = False) -> Iterator[None]:
         _CURRENT.drawing = before
 
 
-def draw(number: int, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Run a random operation of captured code, the one of that number in its chunk."""
+def draw(number: int, op: OpOverload, *args: Any, part: DrawnPart = (), **kwargs: Any) -> Any:
+    """Run a random operation of captured code, the one of that number in its chunk, or a device's part of it."""
     current = _CURRENT.drawing
-    return op(*args, **kwargs) if current is None else current.run(number, op, args, kwargs)
+    if current is None:
+        return op(*args, **kwargs)
+    return current.run(number, op, args, kwargs, part)
 
 
 class DrawingMode(TorchDispatchMode):

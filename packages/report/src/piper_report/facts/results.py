@@ -17,7 +17,7 @@ from piper_ir.plan.plan import Plan
 from piper_ir.plan.plan_file import read_plan
 from piper_ir.program.costs import Costs
 from piper_ir.study.study import StudyDocument
-from piper_ir.verify import check_named
+from piper_ir.verify import check
 from piper_report.facts.expert_history import ExpertHistory
 from piper_report.facts.metrics_file import Metric, read_metrics
 from piper_report.facts.reading import checked, text_of
@@ -304,9 +304,9 @@ def _read(folder: Path, name: str, reader: Reader[T]) -> T | None:
 
 
 def _plan(text: str, where: str) -> Plan:
-    """Return the plan of a file that names nothing which it does not have; it may have been edited."""
+    """Return the plan of a file, which may have been edited, if it keeps all rules of plans."""
     plan = read_plan(text, where)
-    if violations := check_named(plan):
+    if violations := check(plan):
         raise FormatError(f"{where}: the plan is not valid. {violations[0]}")
     return plan
 

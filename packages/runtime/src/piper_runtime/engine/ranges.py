@@ -6,8 +6,11 @@ once per run, so that a run without them pays nothing; each costs some microseco
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -37,6 +40,28 @@ def ranged(name: str, call: Callable[[], T], *, nvtx: bool = False) -> Callable[
             torch.cuda.nvtx.range_pop()
 
     return run_with_nvtx
+
+
+@contextmanager
+def profiled(folder: Path, rank: int, step: int) -> Iterator[None]:
+    """Write a trace of torch's profiler of one step to `folder`/rank{r}_trace.json.gz, from all threads.
+
+    The step is marked as torch's own schedule marks it, so that other readers of such traces find it, too.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it prints when it starts and stops
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_initialized():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    everywhere = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(
+        activities=activities, record_shapes=True, experimental_config=everywhere
+    ) as profiler:
+        with torch.profiler.record_function(f"ProfilerStep#{step}"):
+            yield
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    folder.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(folder / f"rank{rank}_trace.json.gz"))
 
 
 def named_instructions(rank: Rank, communicate: Communicate) -> Communicate:

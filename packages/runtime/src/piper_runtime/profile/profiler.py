@@ -316,11 +316,11 @@ def _copied(plan: Plan, kind: str, axis: str, given: torch.Tensor) -> torch.Tens
     """
     if (
         kind == "all_gather"
-        and axis in plan.experts
+        and any(chunk.experts == axis for chunk in plan.chunks)
         and given.dim() == 1
         and not given.is_floating_point()
     ):
-        given = _evenly(given, plan.mesh.size(axis))
+        given = _evenly(given, plan.mesh.degree(plan.mesh.along(axis)))
     law = law_of(kind)
     if law.writes == "part":
         given = given[0]

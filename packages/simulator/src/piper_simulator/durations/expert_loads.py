@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from math import exp, isfinite, sqrt
+from math import exp, isfinite, prod, sqrt
 from os.path import isdir
 from pathlib import Path
 from random import Random
@@ -114,13 +114,21 @@ def of_experts(chunk: Chunk) -> bool:
     return EXPERTS in chunk.coords
 
 
+def tokens_of(chunk: Chunk, tokens: int) -> int:
+    """Return the tokens of a microbatch that a device sends to experts: fewer than all where devices share them."""
+    if "F" not in chunk.steps or chunk.steps["F"].experts is None:
+        return tokens
+    outputs = [o.spec.shape for o in chunk.outputs if o.kind == "value" and len(o.spec.shape) > 1]
+    return min([tokens, *(prod(bind(d, 0) for d in shape[:-1]) for shape in outputs)])
+
+
 def mixture_of(plan: Plan) -> Mixture | None:
     """Return the experts of a plan; None if it has none."""
     shared = [c for c in plan.chunks if of_experts(c)]
     for chunk in shared or plan.chunks:
         for kernel, experts in _of_weights(chunk):
             ranks = plan.mesh.degree(plan.mesh.along(chunk.experts))
-            tokens = ranks * plan.rows * (plan.tokens_per_row or 0)
+            tokens = ranks * tokens_of(chunk, plan.rows * (plan.tokens_per_row or 0))
             if (region := chunk.steps["F"].experts) is not None:
                 choices, rounds = ranks * bind(region.rows, 0), bool(region.round.kernels)
                 return Mixture(experts * ranks, ranks, choices, tokens, False, region.bound, rounds)

@@ -1,7 +1,7 @@
 """Hold the table of sharding rules: op -> its loops. An op without a rule is computed replicated.
 
-Each family of ops has a module of its own, `rules_*`. Element-wise ops, which torch tags as such, need no entry. Ops
-that draw random numbers have no rule: the numbers depend on the shape, so a shard would have others than the whole.
+Each family of ops has a module of its own, `rules_*`. Element-wise ops, which torch tags as such, need no entry. Of
+those that draw random numbers dropout alone has a rule: `local` tells each device which elements of the whole it draws.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from piper_capture.layouts.rules import (
     rules_reductions,
     rules_views,
 )
-from piper_capture.layouts.rules.rules_elementwise import UNTAGGED, elementwise
+from piper_capture.layouts.rules.rules_elementwise import DRAWING, UNTAGGED, elementwise
 from piper_capture.torch_api._torch import OpOverload
 
 LoopRule = Callable[[OpCall], Loops]
@@ -41,7 +41,7 @@ RULES: dict[OpOverload, LoopRule] = {
     **rules_losses.RULES,
     **rules_attention.RULES,
     **rules_experts.RULES,
-    **dict.fromkeys(UNTAGGED, elementwise),
+    **dict.fromkeys((*UNTAGGED, *DRAWING), elementwise),
 }
 """The rules by op, without those of ops that torch tags as element-wise."""
 
@@ -50,7 +50,7 @@ def loops_of(call: OpCall) -> Loops | None:
     """Return the loops of a call, or None if its op has no rule."""
     rule = RULES.get(call.op)
     if rule is None:
-        if not _elementwise(call.op):
+        if not is_elementwise(call.op):
             return None
         rule = elementwise
     loops = rule(call)
@@ -58,7 +58,10 @@ def loops_of(call: OpCall) -> Loops | None:
     return replace(loops, linear=linear, rewrites=rewrites_of(call))
 
 
-def _elementwise(op: OpOverload) -> bool:
+def is_elementwise(op: OpOverload) -> bool:
+    """Return whether an op computes each element by itself, and draws no random numbers."""
+    if op in UNTAGGED:
+        return True
     return torch.Tag.pointwise in op.tags and torch.Tag.nondeterministic_seeded not in op.tags
 
 

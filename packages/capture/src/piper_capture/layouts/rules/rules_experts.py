@@ -19,6 +19,7 @@ from piper_capture.torch_api._torch import OpOverload
 
 piper = torch.ops.piper
 ROWS, COUNTS, MATRICES = (None, "element"), (None,), (None, "element", "column")
+BIASES = (None, "element")
 CHOICES = (None, None)
 
 
@@ -40,6 +41,15 @@ def _product_wgrad(call: OpCall) -> Loops:
     return lettered({0: ROWS, 1: COUNTS, 2: (None, "column"), OUT: MATRICES}, linear=each(0, 2))
 
 
+def _bias(call: OpCall) -> Loops:
+    """Return the loops of rows plus biases; partial sums of the rows are added up before, each bias is added once."""
+    return lettered({0: ROWS, 1: COUNTS, 2: BIASES, OUT: ROWS}, linear=(frozenset({0, 2}),))
+
+
+def _bias_wgrad(call: OpCall) -> Loops:
+    return lettered({0: ROWS, 1: COUNTS, OUT: BIASES}, linear=each(0))
+
+
 def _unroute(call: OpCall) -> Loops:
     """Return the loops of the sums over choices, or of the gradient of their rows: elements can be sharded."""
     return lettered({0: ROWS, 1: CHOICES, 2: CHOICES, OUT: ROWS}, linear=each(0, 2))
@@ -57,7 +67,11 @@ RULES: dict[OpOverload, Callable[[OpCall], Loops]] = {
     piper.grouped_mm.default: _product,
     piper.grouped_mm_dgrad.default: _product_dgrad,
     piper.grouped_mm_wgrad.default: _product_wgrad,
+    piper.grouped_add.default: _bias,
+    piper.grouped_add_wgrad.default: _bias_wgrad,
     piper.unroute.default: _unroute,
     piper.unroute_dgrad.default: _unroute,
     piper.unroute_wgrad.default: _unroute_wgrad,
 }
+BY_EXPERT = frozenset(RULES)
+"""The operators that sort tokens by expert, compute their rows, and bring them back."""

@@ -68,11 +68,11 @@ def make_buckets(edit: Editor, training: Training) -> None:
     buckets: list[tuple[_Kind, list[Param]]] = []
     for param, policy, stage in _by_completion(edit):
         roles = roles_of[param.name]
-        policy = _of_param(policy, edit.graph.program, param)
+        dtypes = training.bucket_dtypes(param)
+        policy = _of_param(policy, edit.graph.program, param, dtypes[1] or dtypes[0])
         group = training.group_of.get(param.name, 0)
         reduced = len(roles) > 1 or bool(policy.over or param.summed)
         limit = policy.bucket_bytes if reduced else 2**62
-        dtypes = training.bucket_dtypes(param)
         parts = tuple(sorted({p.axis for p in param.layout}))
         unit = stage if policy.shard.grads else None
         key = _Kind(roles, dtypes, group, limit, _shared(policy), unit, parts, param.summed)
@@ -122,21 +122,24 @@ def _check_whole(edit: Editor, training: Training) -> None:
 
 def _shared(policy: Replication) -> Replication:
     """Return a policy without the settings that may differ between the parameters of a bucket."""
-    return replace(policy, applied=-1, resident_bytes=0, reduced_bytes=0, prefetch=0)
+    return replace(policy, applied=-1, resident_bytes=0, reduced_bytes=0, prefetch=0, whole_bytes=0)
 
 
-def _of_param(policy: Replication, program: Program, param: Param) -> Replication:
+def _of_param(policy: Replication, program: Program, param: Param, compute: str) -> Replication:
     """Return the policy without the axes along which a parameter's gradient is not summed.
 
+    A parameter of at most `whole_bytes` in the dtype of forward and backward is not sharded itself.
     Devices that share experts have some of the experts each. Devices that share a chunk have a part of the parameter
     each, or all of it with the same gradient: nothing is summed there that its states could be sharded along with.
     """
-    apart = {part.axis for part in param.layout} & set(dict(program.experts))
+    apart = {part.axis for part in param.layout}
     over = tuple(a for a in policy.over if a not in apart)
     params, grads, optim = (
         tuple(a for a in axes if a in over or a in param.summed)
         for axes in (policy.shard.params, policy.shard.grads, policy.shard.optim)
     )
+    if bind(param.spec.numel, 0) * ITEM_BYTES[compute] <= policy.whole_bytes:
+        params = ()
     return replace(policy, over=over, shard=Shards(params, grads, optim))
 
 

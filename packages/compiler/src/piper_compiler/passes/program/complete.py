@@ -385,9 +385,9 @@ def _loss_weight(edit: Editor) -> dict[str, str]:
 
 def _shared_along(edit: Editor) -> tuple[str, ...]:
     """Return the axes along which ranks shard buckets; raise CompileError if they are not the same for all."""
-    apart = set(
-        dict(edit.graph.program.experts)
-    )  # whose ranks have different experts, which are not sharded
+    experts = {chunk.experts for chunk in edit.graph.program.chunks if chunk.experts}
+    # whose ranks have different experts, which are not sharded
+    apart = {axis for joined in experts for axis in edit.graph.mesh.along(joined)}
     along = {
         tuple(a for a in b.shard.optim if a not in apart): b
         for b in edit.buckets.values()

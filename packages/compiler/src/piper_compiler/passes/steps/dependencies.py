@@ -17,7 +17,7 @@ from piper_compiler.passes.program.recomputation import late_recomputation, orde
 from piper_compiler.passes.steps.arrays import Ints, int_array
 from piper_compiler.ports import trains
 from piper_ir.graph.graph import At, Graph, Node
-from piper_ir.graph.graph_parts import common
+from piper_ir.graph.graph_parts import Replication, common
 from piper_ir.ground.errors import CompileError
 from piper_ir.ground.node_ids import compute_id, send_id
 from piper_ir.program.ops import COMM, Collective, Compute, Fold, Recv, Send, SquaredNorm, Update
@@ -104,6 +104,17 @@ def dependencies(graph: Graph) -> Dependencies:
     )
 
 
+def policies_of(graph: Graph) -> dict[str, Replication]:
+    """Return the replication policy of each bucket."""
+    home = {p: b.id for b in graph.buckets.values() for p in b.params}
+    policies: dict[str, Replication] = {}
+    for chunk in graph.program.chunks:
+        for entry in chunk.inputs:
+            if entry.kind == "param" and entry.ref in home and chunk.id in graph.replication:
+                policies.setdefault(home[entry.ref], graph.replication[chunk.id])
+    return policies
+
+
 def targets(source: Ints, target: Ints, nodes: int) -> list[list[int]]:
     """Return for each of `nodes` nodes the targets of the edges from it, ascending."""
     order = np.sort(source * nodes + target)
@@ -160,7 +171,9 @@ class _Edges:
             self.family.setdefault(node.id, []).append(k)
         self.bucket_of = {p: b.id for b in graph.buckets.values() for p in b.params}
         self.accumulators = _accumulators(graph, self.nodes, self.bucket_of)
-        self.states = _StateEdges(self.nodes, self.accumulators)
+        policies = policies_of(graph)
+        self.alone = {id for id, policy in policies.items() if not policy.overlap}
+        self.states = _StateEdges(self.nodes, self.accumulators, self.alone)
         self.late = late_recomputation(graph)
         self.links = [self._links(node) for node in self.nodes]
 
@@ -267,12 +280,16 @@ class _Edges:
         return [] if isinstance(op, Send | Recv) else self.states.of(k, node)
 
     def _gathers(self, node: Node, op: Compute) -> list[int]:
-        """Return the gathers at the start of a step whose parameters a chunk uses; its backward follows its forward."""
+        """Return the gathers at the start of a step that a chunk waits for; its backward follows its forward.
+
+        They are those of its parameters, and all that run beside no compute.
+        """
         gathers = self.states.gathers
         if not gathers:
             return []
         names = [i.ref for i in self.graph.program.chunk(op.chunk).inputs if i.kind == "param"]
         buckets = dict.fromkeys([self.bucket_of[name] for name in names if name in self.bucket_of])
+        buckets |= dict.fromkeys(b for b, role in gathers if b in self.alone and role == node.role)
         return [gathers[b, node.role] for b in buckets if (b, node.role) in gathers]
 
 
@@ -280,7 +297,10 @@ class _StateEdges:
     """Find the predecessors of the ops on gradient buckets and parameters, node by node."""
 
     def __init__(
-        self, nodes: tuple[Node, ...], accumulators: dict[tuple[str, str], list[int]]
+        self,
+        nodes: tuple[Node, ...],
+        accumulators: dict[tuple[str, str], list[int]],
+        alone: Collection[str],
     ) -> None:
         self.complete: dict[tuple[str, str], list[int]] = dict(accumulators)
         """The nodes after which the gradient of a bucket is complete on a role, as far as it is known yet."""
@@ -288,14 +308,19 @@ class _StateEdges:
         """The nodes that must be done before a node that works on the gradients of a bucket."""
         self.gathers: dict[tuple[str, str], int] = {}
         self.on_role: dict[str, list[int]] = {}
-        for i, node in enumerate(
-            nodes
-        ):  # each reduction of a bucket follows the one that was made before it
+        computes: dict[str, list[int]] = {}
+        for i, node in enumerate(nodes if alone else ()):
+            if isinstance(node.op, Compute):
+                computes.setdefault(node.role, []).append(i)
+        # each reduction of a bucket follows the one that was made before it
+        for i, node in enumerate(nodes):
             match node.op:
                 case Collective(bucket=bucket) if bucket and node.op.law.state == "param":
                     self.gathers[bucket, node.role] = i
                 case Collective(bucket=bucket) | Fold(bucket=bucket) if bucket:
                     self.before[i] = self.complete.get((bucket, node.role), [])
+                    if bucket in alone and isinstance(node.op, Collective):
+                        self.before[i] = [*self.before[i], *computes.get(node.role, ())]
                     self.complete[bucket, node.role] = [i]
             if not isinstance(node.op, (*COMM, Update)):
                 self.on_role.setdefault(node.role, []).append(i)

@@ -19,11 +19,11 @@ import numpy as np
 
 from piper_compiler.durations import LINK
 from piper_compiler.passes.steps.arrays import int_array
-from piper_compiler.passes.steps.dependencies import Dependencies
+from piper_compiler.passes.steps.dependencies import Dependencies, policies_of
 from piper_compiler.passes.steps.windows import CacheWindow, windows
 from piper_compiler.ports import signatures
 from piper_ir.graph.graph import Coord, Editor, Graph, Node
-from piper_ir.graph.graph_parts import Replication, mbs_of
+from piper_ir.graph.graph_parts import mbs_of
 from piper_ir.ground.errors import CompileError
 from piper_ir.ground.sizes import ITEM_BYTES, TensorSpec
 from piper_ir.plan.plan import Bucket, Category
@@ -230,20 +230,10 @@ class _Role:
             buckets,
         )
         self.ops = [adder.deps.node(i).op for i in order]
-        self.policy = self._policies()
+        self.policy = policies_of(adder.graph)
         self.starts: list[float] | None = None
         self.ending = _ending(self.ops)
         self.ids: dict[tuple[str, str, int], str] = {}  # of nodes that are in one microbatch
-
-    def _policies(self) -> dict[str, Replication]:
-        """Return the replication policy of each bucket."""
-        graph, policies = self.adder.graph, dict[str, Replication]()
-        home = {p: b.id for b in self.buckets for p in b.params}
-        for chunk in graph.program.chunks:
-            for entry in chunk.inputs:
-                if entry.kind == "param" and entry.ref in home and chunk.id in graph.replication:
-                    policies.setdefault(home[entry.ref], graph.replication[chunk.id])
-        return policies
 
     def add(self, starts: Sequence[float], seconds: Sequence[float]) -> None:
         """Add everything that the role's buckets need."""
@@ -273,7 +263,7 @@ class _Role:
 
     def _room(self, name: str) -> int | None:
         """Return the most that the policies of the role's buckets allow to keep."""
-        rooms = [getattr(policy, name) for policy in self.policy.values()]
+        rooms = [getattr(self.policy[b.id], name) for b in self.buckets if b.id in self.policy]
         return None if None in rooms else max(rooms, default=0)
 
     def _bucket(self, window: CacheWindow) -> tuple[Bucket, int]:
@@ -307,7 +297,8 @@ class _Role:
         known = adder.new.get(id)
         node = self._gather_node(id, window, first) if known is None else known.node
         number = adder.add(node, mb)
-        ahead = max(window.earliest, window.uses[0] - self.policy[window.bucket].prefetch)
+        policy = self.policy[window.bucket]
+        ahead = max(window.earliest, window.uses[0] - policy.prefetch * policy.overlap)
         behind = at[ahead] - 1
         if behind < 0:
             adder.front.append(number)
@@ -346,6 +337,9 @@ class _Role:
         scatter = adder.add(node, mb)
         adder.after.setdefault(self.order[last], []).append(scatter)
         adder.edges.append((self.order[last], scatter))
+        if not self.policy[window.bucket].overlap and last + 1 < len(self.order):
+            adder.edges.append((scatter, self.order[last + 1]))
+            place = last + 1
         self._fold(window, at, scatter, node.writes[0], place, final=final)
 
     def _fresh_node(self, id: str, window: CacheWindow, first: int) -> Node:

@@ -35,6 +35,8 @@ class RunOptions:
         memory: measure peak bytes in the second step, or in the only one (slows that step).
         gradients: keep the gradients of every step.
         ranges: name instructions in profilers, see `piper_runtime.engine.ranges`.
+        profiler: a folder that all ranks can write to, for a trace of torch's profiler of each rank's last step, with
+            the names of instructions; the profiler slows that step down.
         first_step: the number of the first step, which decides rows, random numbers and the schedule of learning rates;
             weights come from Job.init all the same. Default: 0, or the step of the checkpoint.
         checkpoint: the folder and frequency of checkpoints; None: never.
@@ -64,6 +66,7 @@ class RunOptions:
     memory: bool = False
     gradients: bool = False
     ranges: bool = False
+    profiler: str | Path | None = None
     first_step: int | None = None
     checkpoint: Checkpoints | None = None
     resume: str | Path | None = None
@@ -94,6 +97,11 @@ class RunOptions:
         Some optimizers make their state in the first step, after the peak of the forward.
         """
         return self.first + min(1, self.steps - 1)
+
+    @property
+    def named(self) -> bool:
+        """Return whether instructions are named in profilers."""
+        return self.ranges or self.profiler is not None
 
     @property
     def goes_on(self) -> bool:
@@ -140,6 +148,11 @@ class RunOptions:
             raise JobError(
                 f'execute(cluster={self.cluster!r}): launcher "{self.launcher}" runs on this machine; launcher="ray" '
                 f'takes an address, launcher="emulated" any cluster to imitate'
+            )
+        if self.profiler is not None and kind.open is None:
+            raise JobError(
+                f'execute(profiler={str(self.profiler)!r}): launcher "inline" runs all ranks in one process, whose '
+                f'trace would mix them; take launcher="processes" or "ray"'
             )
         self._check_loader(kind)
         self.check_numbers()
@@ -209,10 +222,11 @@ class RunOptions:
 
 
 class FurtherOptions(TypedDict, total=False):
-    """Hold the options of a run that `piper.execute` takes beside those that it names; `RunOptions` explains them."""
+    """Hold the options of a run beyond the named arguments of `piper.execute`; `RunOptions` explains them."""
 
     gradients: bool
     ranges: bool
+    profiler: str | Path | None
     loader: str | int
     first_step: int | None
     spares: int

@@ -15,6 +15,7 @@ from piper_runtime.checkpoint.host_snapshots import SnapshotWriter, announce
 from piper_runtime.checkpoint.rank_file import SaveDone
 from piper_runtime.checkpoint.rank_saver import RankSaver
 from piper_runtime.checkpoint.restoring import restore, restore_of
+from piper_runtime.engine.failures import state_allocated
 from piper_runtime.engine.inline import InlineEngine
 from piper_runtime.engine.memory import Counter
 from piper_runtime.engine.ranges import name_inline
@@ -47,31 +48,24 @@ def run_inline(attempt: Attempt, progress: Progress) -> dict[int, RankReport]:
     device = choose_device(devices.default, 0)  # all ranks on one
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         job_part = rank_job(attempt.job, options.first)
-        ranks = [
-            Rank(
-                plan,
-                r,
-                attempt.code,
-                job_part,
-                initial.params,
-                initial.buffers,
-                report.probe if options.gradients else None,
-                device,
-            )
-            for r, report in reports.items()
-        ]
-        if options.checkpoint is not None or saved is not None:
-            for rank in ranks:
-                keep_exact(
-                    rank,
-                    initial.params,
-                    share=attempt.snapshots is None,
-                    restored=saved is not None,
+        ranks = []
+        state = None if saved is None else restore_of(saved, {*initial.params, *initial.buffers})
+        for r, report in reports.items():
+            probe = report.probe if options.gradients else None
+            with state_allocated(plan, r):
+                rank = Rank(
+                    plan, r, attempt.code, job_part, initial.params, initial.buffers, probe, device
                 )
-        if saved is not None:
-            state = restore_of(saved, {*initial.params, *initial.buffers})
-            for rank in ranks:
-                restore(rank, state)
+                if options.checkpoint is not None or state is not None:
+                    keep_exact(
+                        rank,
+                        initial.params,
+                        share=attempt.snapshots is None,
+                        restored=state is not None,
+                    )
+                if state is not None:
+                    restore(rank, state)
+            ranks.append(rank)
         if options.ranges:
             for rank in ranks:
                 name_inline(rank)

@@ -7,7 +7,9 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +24,8 @@ from piper_runtime.checkpoint.restoring import restore
 from piper_runtime.engine.core_shares import core_share
 from piper_runtime.engine.core_waits import core_waits, core_waits_of_all
 from piper_runtime.engine.engine import PeerError
-from piper_runtime.engine.ranges import named_instructions
+from piper_runtime.engine.failures import state_allocated
+from piper_runtime.engine.ranges import named_instructions, profiled
 from piper_runtime.engine.streams import (
     EVALUATES,
     ISSUED,
@@ -38,6 +41,7 @@ from piper_runtime.engine.streams import (
 from piper_runtime.launch.ground.protocol import Failure, Notice, Request
 from piper_runtime.launch.ground.report import RankReport, measured_counter
 from piper_runtime.launch.ground.result import WARMUP_STEPS
+from piper_runtime.launch.ground.run_options import RunOptions
 from piper_runtime.launch.worker.timed_rank import EmulationRequest, emulate_rank
 from piper_runtime.profile.profiler import ProfileRequest, profile
 from piper_runtime.rank.binding.evaluation import Evaluated, Evaluation, EvaluationRank, evaluate
@@ -90,7 +94,9 @@ def answer(context: WorkerContext, request: object) -> Any:
         return perform(context, request)
     except PiperError as e:
         details = "" if e.__cause__ is None else "".join(traceback.format_exception(e.__cause__))
-        return Failure(type(e).__name__, str(e), details, isinstance(e, PeerError))
+        return Failure(
+            type(e).__name__, str(e), details, e.peers if isinstance(e, PeerError) else ()
+        )
     except Exception as e:
         when = (
             "before its first step"
@@ -98,7 +104,7 @@ def answer(context: WorkerContext, request: object) -> Any:
             else f"between instructions of step {context.heart[STEP]}"
         )
         message = f"rank {context.rank} failed {when}: {type(e).__name__}: {e}"
-        return Failure("ExecutionError", message, "".join(traceback.format_exception(e)), False)
+        return Failure("ExecutionError", message, "".join(traceback.format_exception(e)))
     except (
         SystemExit,
         KeyboardInterrupt,
@@ -108,7 +114,7 @@ def answer(context: WorkerContext, request: object) -> Any:
             f"rank {context.rank}, step {context.heart[STEP]}: {type(e).__name__}{said} was raised in the job's "
             f"code{user_line(e)}, and would end the process. Raise an exception such as RuntimeError to end a run"
         )
-        return Failure("ExecutionError", message, "".join(traceback.format_exception(e)), False)
+        return Failure("ExecutionError", message, "".join(traceback.format_exception(e)))
 
 
 def perform(context: WorkerContext, request: object) -> Any:
@@ -167,16 +173,17 @@ def _run(context: WorkerContext, request: Request, plan: Plan, device: torch.dev
             )
         )
         snapshots = None
-    bound = Rank(plan, rank, request.code, job, request.params, request.buffers, probe, device)
-    if options.checkpoint is not None or request.restore is not None:
-        keep_exact(
-            bound,
-            request.params,
-            share=snapshots is None,
-            restored=request.restore is not None,
-        )
-    if request.restore is not None:
-        restore(bound, request.restore, lambda n: heart.__setitem__(ISSUED, n))
+    with state_allocated(plan, rank):
+        bound = Rank(plan, rank, request.code, job, request.params, request.buffers, probe, device)
+        if options.checkpoint is not None or request.restore is not None:
+            keep_exact(
+                bound,
+                request.params,
+                share=snapshots is None,
+                restored=request.restore is not None,
+            )
+        if request.restore is not None:
+            restore(bound, request.restore, lambda n: heart.__setitem__(ISSUED, n))
     streams = plan.role_of(rank).streams
     if len(streams) > MOST_STREAMS:
         raise ExecutionError(
@@ -198,7 +205,7 @@ def _train(
     options = request.options
     heart, world = context.heart, bound.plan.mesh.world
     local_world = world if context.local_world is None else context.local_world
-    name = named_instructions if options.ranges else None
+    name = named_instructions if options.named else None
     backend, engine = connected(
         bound, context.communicators, heart, local_world=local_world, trace=options.trace, name=name
     )
@@ -216,11 +223,12 @@ def _train(
         if len(report.core_s) == WARMUP_STEPS:
             warm = core_waits_of_all()
         before = waited()
-        engine.step(
-            step,
-            traced=options.trace and step == options.numbers[-1],
-            counter=counter if observed else None,
-        )
+        with _observation(options, bound.rank, step):
+            engine.step(
+                step,
+                traced=options.trace and step == options.numbers[-1],
+                counter=counter if observed else None,
+            )
         ended = time.perf_counter()
         report.core_s.append(waited() - before)
         done = report.end_step(bound, ended, None if evaluator is None else evaluator.after(step))
@@ -234,6 +242,13 @@ def _train(
         evaluator.close()
     backend.close()
     report.close(bound, engine.spans, counter)
+
+
+def _observation(options: RunOptions, rank: int, step: int) -> AbstractContextManager[None]:
+    """Return the profiler for the last step, if it is asked for."""
+    if options.profiler is None or step != options.numbers[-1]:
+        return nullcontext()
+    return profiled(Path(options.profiler), rank, step)
 
 
 class _Evaluator:

@@ -1,0 +1,25 @@
+"""Protects: `piper trace` reads the traces that `piper run --profiler` writes, and refuses what is no trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.helpers.command_line import command, fails
+
+
+def test_the_command_compares_and_calibrates(recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "profiled"
+    ran = command(
+        "run", recipe, "--launcher", "processes", "--steps", 2, "--profiler", run, "--out", tmp_path
+    )
+    assert ran.exit_code == 0, ran.output
+    traces = sorted(run.iterdir())
+    assert [t.name for t in traces] == ["rank0_trace.json.gz", "rank1_trace.json.gz"]
+    costs = tmp_path / "costs.json"
+    traced = command("trace", *traces, "--job", recipe, "--calibrate", costs, "--json")
+    facts = json.loads(traced.stdout)
+    assert facts["missing"] == [] and facts["step_s"]["measured"] > 0
+    assert command("simulate", recipe, "--costs", costs).exit_code == 0
+    fails(command("trace", *traces, "--calibrate", costs), "--calibrate", "--job FILE.py")
+    fails(command("trace", recipe), "recipe.py", "torch.profiler")

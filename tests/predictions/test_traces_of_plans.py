@@ -1,0 +1,107 @@
+"""Protects: a profiler's trace of a plan gives the plan's times back, by names of instructions and by messages alone.
+
+The traces are those of simulated steps, written as torch's profiler writes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import piper
+from packages.traces.tests.kineto_files import KinetoFile
+from piper_ir.ground.errors import FormatError
+from piper_ir.plan.plan import Plan
+from piper_ir.program.costs import Origin
+from piper_ir.program.ops import COMM, message_op
+from piper_simulator import DeviceModel, Simulation, load_cluster, model_for
+from piper_traces import match_messages, match_ranges, measured_costs, read_ranks
+from tests.helpers import shared_jobs
+
+CLUSTER = load_cluster("h100x8")
+ORIGIN = Origin("a device", CLUSTER.name, "trace", "trace", 4, 1, "", "", "", "", 1)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    mesh = piper.Mesh(pp=2, dp=2)
+    directives = [
+        *piper.recipes.one_f_one_b(pp=2, microbatches=2),
+        *piper.recipes.data_parallel(over=("dp",), zero=1),
+    ]
+    return piper.compile(shared_jobs.job("gpt"), piper.Strategy(mesh, directives)).plan
+
+
+@pytest.fixture(scope="module")
+def predicted(plan: Plan) -> Simulation:
+    return piper.simulate(plan, CLUSTER, contention=False)
+
+
+def written(
+    plan: Plan, predicted: Simulation, folder: Path, *, slower: float = 1.0, named: bool = True
+) -> list[Path]:
+    """Write a trace of each rank: the host names every instruction and launches a kernel, all before the step."""
+    paths = []
+    for rank in range(plan.mesh.world):
+        trace = KinetoFile(rank, plan.mesh.world)
+        trace.range("ProfilerStep#4", -1e6, 0)
+        host = -1e6
+        for span in sorted(
+            (s for s in predicted.trace.spans if s.rank == rank), key=lambda s: s.instr
+        ):
+            host += 10
+            op = plan.role_of(rank).program[span.instr].parts[0].op
+            start, end = span.start * 1e6 * slower, span.end * 1e6 * slower
+            if named:
+                trace.range(span.name, host, host + 8)
+            if isinstance(op, COMM):
+                peers = plan.peers(plan.channel(op.channel), rank)
+                name = {"p2p": "send"}.get(message_op(op), message_op(op))
+                trace.message(name, span.bytes, peers, start, end, host + 5)
+            else:
+                trace.kernel("sm90_gemm", start, end, launched=host + 5)
+        paths.append(trace.write(folder))
+    return paths
+
+
+@pytest.mark.parametrize("slower", [1.0, 3.0])
+def test_costs_of_a_trace_predict_its_step(
+    slower: float, plan: Plan, predicted: Simulation, tmp_path: Path
+) -> None:
+    matched = match_ranges(plan, read_ranks(written(plan, predicted, tmp_path, slower=slower)))
+    assert matched.missing == ()
+    model = model_for(plan, CLUSTER, None, DeviceModel)
+    costs = measured_costs(plan, matched, model, CLUSTER, ORIGIN)
+    again = piper.simulate(plan, CLUSTER, costs=costs, contention=False)
+    assert again.step_s == pytest.approx(slower * predicted.step_s, rel=0.03)
+
+
+def test_messages_alone_match_a_plan(plan: Plan, predicted: Simulation, tmp_path: Path) -> None:
+    ranks = read_ranks(written(plan, predicted, tmp_path, named=False))
+    model = model_for(plan, CLUSTER, None, DeviceModel)
+    work = {
+        rank: [model.work(plan.role_of(rank), i) for i in plan.role_of(rank).program]
+        for rank in range(plan.mesh.world)
+    }
+    found = match_messages(plan, work, ranks)
+    assert (found.matched, found.unplanned) == (1.0, {})
+    for window in found.windows:
+        assert window.measured_s == pytest.approx(window.predicted_s, rel=0.01)
+    assert {w.kinds for w in found.windows} >= {"1 F"}
+    cut = [
+        replace(r, events=[e for e in r.events if e.message is None or e.message.op != "p2p"])
+        for r in ranks
+    ]
+    assert match_messages(plan, work, cut).matched < 1.0
+
+
+def test_a_trace_of_another_plan_is_refused(
+    plan: Plan, predicted: Simulation, tmp_path: Path
+) -> None:
+    ranks = read_ranks(written(plan, predicted, tmp_path))
+    with pytest.raises(FormatError, match=r"is of rank 9; the plan has ranks 0 to 3"):
+        match_ranges(plan, [replace(ranks[0], rank=9)])
+    with pytest.raises(FormatError, match="no range has the name of an instruction"):
+        match_ranges(plan, [replace(ranks[0], ranges=[])])
