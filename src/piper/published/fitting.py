@@ -25,8 +25,11 @@ from piper_simulator import Stack, StackConstant
 
 LEAST_ROWS, LEAST_MODELS = 5, 2
 NOISE, RIDGE, ROUNDS, STEP = 0.05, 0.15, 3, 0.05
-"""The numbers of a fit: the residual below which runs weigh the same, the usual distance of a constant from its prior,
-the repetitions, and the change by which derivatives are taken."""
+"""The numbers of a fit, in this order.
+
+They are the residual below which runs weigh the same, the usual distance of a constant from its prior, the repetitions,
+and the change by which derivatives are taken.
+"""
 LINEAR = frozenset({"hidden"})
 """The constants that may be 0, whose change is not a factor."""
 Predictor = Callable[[Sequence[PublishedRow], Stack], Sequence[RunPrediction]]

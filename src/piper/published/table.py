@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from piper_ir.ground.errors import JobError
 
@@ -167,10 +167,10 @@ def read_row(fields: Mapping[str, str | None], where: str = "row") -> PublishedR
     plain = {name: said[name] for name in ("case", "source", "block", "hw", "note")}
     flags = {name: said[name] == "yes" for name in ("tied", "seq_parallel")}
     chosen = {name: said[name] for name in ("arch", "schedule", "recompute", "dtype")}
-    values = {**counts, **open_counts, **numbers, **plain, **flags, **chosen}
+    values: dict[str, Any] = {**counts, **open_counts, **numbers, **plain, **flags, **chosen}
     return PublishedRow(
         **values, zero=int(said["zero"]), stack=texts.get("stack", ""), fields=texts
-    )  # type: ignore[arg-type]  # each is checked above
+    )
 
 
 def _count(text: str, where: str, *, open_: bool) -> int | None:

@@ -141,8 +141,8 @@ def described_stacks(
     """Return the stacks that a file describes, by name.
 
     `file` holds tables that fit TABLES; `kernels` are the attention kernels that its stacks may use beside its own, and
-    `bases` the stacks whose facts hold for the ones that name one as `base`. Raises ClusterError with the keys of a stack
-    that lacks a field or has an unknown attention kernel.
+    `bases` the stacks whose facts hold for the ones that name one as `base`. Raises ClusterError with the keys of a
+    stack that lacks a field or has an unknown attention kernel.
     """
     known = {**kernels, **file.get("attention", {})}
     return {
