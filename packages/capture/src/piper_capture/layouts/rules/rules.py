@@ -1,7 +1,7 @@
 """Hold the table of sharding rules: op -> its loops. An op without a rule is computed replicated.
 
 Each family of ops has a module of its own, `rules_*`. Element-wise ops, which torch tags as such, need no entry. Of
-those that draw random numbers dropout alone has a rule: `local` tells each device which elements of the whole it draws.
+random ops dropout alone has a rule: `local` tells each device which elements of the whole it draws.
 """
 
 from __future__ import annotations
