@@ -6,7 +6,7 @@ import pytest
 
 from piper_ir.program.program import Cost, Kernel
 from piper_simulator import load_cluster
-from piper_simulator.cluster.stacks import STACKS
+from piper_simulator.cluster.stacks import GENERAL, STACKS
 from piper_simulator.durations.kernels import (
     by_kind,
     filled,
@@ -158,8 +158,8 @@ def test_without_a_stack_kinds_do_not_differ() -> None:
 
 
 def test_every_stack_has_its_source_and_its_kernel() -> None:
-    assert {*STACKS} == {"eager", "inductor", "megatron"}
-    for stack in STACKS.values():
+    assert {*GENERAL} == {"eager", "inductor", "megatron"}
+    for stack in GENERAL.values():
         assert (
             stack.source and stack.saved and {"ampere", "hopper"} == stack.attention_fraction.keys()
         )

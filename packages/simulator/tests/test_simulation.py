@@ -198,9 +198,11 @@ def test_what_is_not_calibrated_is_in_the_summary_and_the_trace() -> None:
         replace(c, steps={"F": replace(c.steps["F"], cost=Cost((kernel,)))}) for c in plan.chunks
     )
     s = simulate(replace(plan, chunks=chunks), "h100x8")
-    constants, guess = s.summary()["notes"]
+    constants, guess, advice = s.summary()["notes"]
     assert constants.startswith("h100-80g-sxm:8: ") and "not calibrated" in constants
     assert "no FLOP/s known for float8" in guess
+    assert "no software stack with constants is named" in advice and "hopper-nemo" in advice
+    assert "no software" not in str(simulate(plan, "h100x8@hopper-nemo").notes)
     assert s.trace.notes == {"cluster": "h100-80g-sxm:8", "warnings": f"{constants}; {guess}"}
     assert simulate(plan, changed(FLAT, notes="")).notes == ()
 

@@ -18,8 +18,8 @@ has read or counted.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from piper_simulator.cluster.checks import (
     NOT_NEGATIVE,
@@ -31,10 +31,6 @@ from piper_simulator.cluster.checks import (
     one_of,
     table,
 )
-
-if TYPE_CHECKING:
-    from piper_simulator.cluster.device import Device
-    from piper_simulator.cluster.network import Links
 
 NAMES = (
     "matmul",
@@ -101,35 +97,3 @@ def read_constants(written: Mapping[str, Any], where: KeyPath) -> dict[str, Stac
             )
         constants[name] = one
     return constants
-
-
-def device_with(device: Device, constants: Mapping[str, StackConstant]) -> Device:
-    """Return a device with the rates of a stack's constants, in place of the ones of its own file."""
-    changes: dict[str, Any] = {}
-    if "matmul" in constants:
-        changes["matmul_fraction"] = constants["matmul"].value * device.clock
-    if "launch_s" in constants:
-        changes["launch_s"] = constants["launch_s"].value
-    if "memory" in constants:
-        value = constants["memory"].value
-        best = max([device.memory_fraction, *(f for _, f in device.memory_steps)])
-        changes["memory_fraction"] = value
-        changes["memory_steps"] = tuple((b, f * value / best) for b, f in device.memory_steps)
-    return replace(device, **changes) if changes else device
-
-
-def links_with(links: Links, constants: Mapping[str, StackConstant]) -> Links:
-    """Return links with messages as fast as a stack's constants say; measured messages change by the same factors."""
-    factors = [constants[n].value if n in constants else 1.0 for n in ("intra", "inter")]
-    if factors == [1.0, 1.0]:
-        return links
-    messages = tuple(
-        replace(m, duration=replace(m.duration, seconds=m.duration.seconds / factors[m.nodes > 1]))
-        for m in links.messages
-    )
-    return replace(
-        links,
-        intra_bandwidth=links.intra_bandwidth * factors[0],
-        inter_bandwidth=links.inter_bandwidth * factors[1],
-        messages=messages,
-    )

@@ -87,7 +87,7 @@ def duration(cluster: Cluster, op: str, nbytes: int, of: RankGroup) -> Duration:
     if links.messages and formula and len(of.kinds) == 1 and not of.slowed and of.least == of.most:
         if op in HALVES and not links.table.bytes_of(op, of.ranks, of.nodes):
             whole = duration(cluster, "all_reduce", nbytes, of)
-            return replace(whole, seconds=whole.seconds / 2)
+            return Duration(whole.seconds / 2, "formula")  # it was not measured itself
         sizes = links.table.bytes_of(op, of.ranks, of.nodes)
         known = links.table.of_comm(op, min([nbytes, *sizes[-1:]]), of.ranks, of.nodes)
         if known is not None and sizes and nbytes > sizes[-1]:

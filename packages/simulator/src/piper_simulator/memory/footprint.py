@@ -65,8 +65,7 @@ def footprint(plan: Plan, role: RolePlan, device: DeviceMemory) -> dict[str, int
     for item in held_at_peak(plan, role):
         lines[_line(item, special.get(item.value, ""), losses)] += item.bytes
     beside = (device.reserve, device.context, device.groups, device.pairs, device.buffers)
-    named = dict(zip(BESIDE, beside, strict=True))
-    return lines | {n: b for n, b in named.items() if b or n != "stack_buffers"}
+    return lines | dict(zip(BESIDE, beside, strict=True))
 
 
 def _received(role: RolePlan) -> set[str]:
