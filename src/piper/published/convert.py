@@ -163,8 +163,9 @@ def readings(published: PublishedRow) -> Iterator[PublishedRow]:
     ffn = published.ffn or 4 * published.hidden
     for vpp in vpps:
         for size in sizes:
-            known = {"kv_heads": kv_heads, "ffn": ffn, "vocab": vocab, "vpp": vpp}
-            yield replace(published, **known, micro_batch=size)
+            yield replace(
+                published, kv_heads=kv_heads, ffn=ffn, vocab=vocab, vpp=vpp, micro_batch=size
+            )
 
 
 def cluster_of(published: PublishedRow, stack: Stack | str | None = None) -> Cluster:

@@ -38,8 +38,11 @@ SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v")
 """The schedules of pipelines; zbv and dualpipe_v have two stages on each device, interleaved has `chunks`."""
 AXES = ("tp", "cp", "ep", "pp")
 KEPT_BYTES, SHARED_BYTES = 8, 8
-"""The bytes of a parameter and its gradient in float32, which each device keeps with zero=1, and of the two moments of
-Adam, which replicas share. They choose the first candidates of a search only."""
+"""The bytes that each device keeps of a parameter with zero=1, and the bytes that replicas share.
+
+Kept are a parameter and its gradient in float32, shared the two moments of Adam. They choose the first candidates of a
+search only.
+"""
 FULL = 0.5
 """The part of a device's memory that states may fill in the first candidate of a mesh with stages."""
 
