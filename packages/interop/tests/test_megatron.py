@@ -200,16 +200,43 @@ def test_layers_for_further_tokens_leave_a_layout() -> None:
         described(parts.replace("t*3m*2L", "t*3|m*2|L"), 8, "no-mtp")
 
 
-def test_stand_ins_of_mixtures() -> None:
+def test_experts_lie_along_tp_then_cp_then_the_replicas() -> None:
+    parts = "--tensor-model-parallel-size 2 --sequence-parallel"
+    for more, folded, replicas, notes in (
+        ("--expert-model-parallel-size 8 --expert-tensor-parallel-size 1", ("tp",), 4, 0),
+        ("--expert-model-parallel-size 4", ("tp",), 4, 1),
+        (
+            "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --context-parallel-size 2",
+            ("tp", "cp"),
+            1,
+            0,
+        ),
+        (
+            "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --context-parallel-size 2",
+            ("tp",),
+            1,
+            0,
+        ),
+    ):
+        job = described(f"{parts} {more}", base=MIXTURE)
+        assert (job.layout.folded, job.layout.sharing_replicas, len(job.notes)) == (
+            folded,
+            replicas,
+            notes,
+        )
+        assert job.layout.sequence and ("expert_parallel(over=" in python(job, "")) == (
+            folded != ()
+        )
+    assert described(parts, base=MIXTURE).layout.ep == 1
+
+
+def test_experts_with_a_capacity_are_cut_by_tp() -> None:
     parts = "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 8 --expert-tensor-parallel-size 1"
-    with pytest.raises(JobError, match="2 options of this job") as refusal:
+    parts += " --moe-expert-capacity-factor 1.0"
+    with pytest.raises(JobError, match="--as etp"):
         described(parts, base=MIXTURE)
-    assert "--as no-sp" in str(refusal.value) and "--as etp" in str(refusal.value)
-    job = described(parts, 8, "no-sp", "etp", base=MIXTURE)
-    assert (job.layout.tp, job.layout.sequence, job.layout.dp, job.layout.ep) == (2, False, 4, 4)
-    assert len(job.notes) == 2
-    with_capacity = described(f"{parts} --moe-expert-capacity-factor 1.0", 8, "etp", base=MIXTURE)
-    assert with_capacity.layout.sequence
+    layout = described(parts, 8, "etp", base=MIXTURE).layout
+    assert (layout.sequence, layout.ep, layout.folded) == (True, 4, ())
 
 
 @each_case(
@@ -243,7 +270,8 @@ def test_stand_ins_of_mixtures() -> None:
         ("--hybrid-layer-pattern M*M*", 8, "Mamba"),
         ("--decoder-num-layers 4", 8, "T5"),
         ("--expert-model-parallel-size 2 --num-experts 4 --moe-layer-freq 2", 8, "all layers but some first ones"),
-        ("--expert-model-parallel-size 8 --num-experts 8 --context-parallel-size 2", 8, "folded over tp or cp"),
+        ("--expert-model-parallel-size 8 --num-experts 8 --context-parallel-size 2 --moe-expert-capacity-factor 1.0", 8,
+         "a part of tp, cp or the replicas"),
         ("--context-parallel-size 2 --seq-length 30", 8, "give a multiple of 4"),
         ("--num-experts 8 --moe-aux-loss-coeff much", 8, "numbers are needed"),
         ("--num-distributed-optimizer-instances 3", 8, "do not divide the replicas"),
@@ -266,6 +294,21 @@ def test_every_renamed_option_is_named() -> None:
         ]
         with pytest.raises(JobError, match=f"new{name[1:]}"):
             imported(" ".join(renamed))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("log-intervall", "log-interval"),
+        ("adam-betas", "adam-beta2"),
+        ("save-intervals", "save-interval"),
+    ],
+)
+def test_a_pattern_takes_no_option_that_megatron_does_not_have(wrong: str, right: str) -> None:
+    with pytest.raises(
+        JobError, match=f"--?{wrong}.*the nearest is {right};|{wrong}=.*nearest is {right};"
+    ):
+        imported(f"{DENSE} --{wrong} 5")
 
 
 def test_every_option_with_a_kind_has_a_row() -> None:

@@ -153,10 +153,24 @@ def test_what_cannot_be_said_is_named(tmp_path, changes, told):
     assert told in str(refusal.value)
 
 
-def test_experts_beside_tensor_parallelism_are_refused(tmp_path):
-    degrees = {"parallelism__expert_parallel_degree": 2, "parallelism__tensor_parallel_degree": 2}
-    with pytest.raises(JobError, match="folded"):
-        imported(tmp_path, tree=model(6, mixed=6), **degrees)
+def test_experts_lie_along_tp_then_cp_then_the_shards(tmp_path):
+    tree, tp = model(6, mixed=6), {"parallelism__tensor_parallel_degree": 2}
+    layout = imported(tmp_path, tree=tree, parallelism__expert_parallel_degree=4, **tp).layout
+    assert (layout.ep, layout.folded, layout.sharing_replicas) == (4, ("tp",), 2)
+    assert layout.sequence
+    both = {**tp, "parallelism__context_parallel_degree": 2}
+    assert imported(
+        tmp_path, tree=tree, parallelism__expert_parallel_degree=4, **both
+    ).layout.folded == ("tp", "cp")
+    for more, told in (
+        (
+            {**tp, "parallelism__tensor_parallel_degree": 4},
+            "takes a part of tensor_parallel_degree=4",
+        ),
+        ({**tp, "parallelism__enable_sequence_parallel": False}, "would send the same tokens"),
+    ):
+        with pytest.raises(JobError, match=told):
+            imported(tmp_path, tree=tree, parallelism__expert_parallel_degree=2, **more)
 
 
 def test_products_in_eight_bits_need_a_stand_in(tmp_path):

@@ -141,13 +141,16 @@ def add_products_in_place(step: StepGraph) -> None:
 def add_scaled_in_place(step: StepGraph) -> None:
     """Let a tensor of an earlier step that is only scaled and accumulated add to its accumulator directly."""
     for node in step.graph.find_nodes(op="call_function", target=aten.add_.Tensor):
-        accumulator, scaled = node.args
+        scaled = node.args[1]
         if not isinstance(scaled, fx.Node) or scaled.target is not aten.mul.Tensor:
             continue
-        tensor, scale = scaled.args
-        if not all(isinstance(n, fx.Node) for n in (accumulator, tensor, scale)):
+        terms = (node.args[0], *scaled.args)
+        accumulator, *factors = [n for n in terms if isinstance(n, fx.Node)]
+        if len(factors) < 2 or len(scaled.users) > 1:
             continue
-        given = accumulator.op == tensor.op == "placeholder" and len(scaled.users) == 1
-        if given and aliasing.tensor(scale).dim() == 0:
-            node.target, node.args = aten.addcmul_.default, (accumulator, tensor, scale)
+        if (
+            accumulator.op == factors[0].op == "placeholder"
+            and not aliasing.tensor(factors[1]).dim()
+        ):
+            node.target, node.args = aten.addcmul_.default, (accumulator, *factors)
             step.graph.erase_node(scaled)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from piper_interop.megatron import stages
+from piper_interop.neutral.described import axes_of_experts
 from piper_interop.neutral.foreign import Foreign
 from piper_ir.ground.errors import JobError
 
@@ -40,6 +41,15 @@ class Degrees:
     def experts_cut_alike(self) -> int:
         """Return the devices that share whole experts if each expert is cut by tp, as many parameters on a device."""
         return self.ep * self.etp // self.tp if self.ep * self.etp % self.tp == 0 else 0
+
+    @property
+    def folded(self) -> tuple[int, tuple[str, ...]] | None:
+        """Return the devices that share whole experts, as many parameters on each, and the axes that these lie along.
+
+        None if they take a part of an axis (Megatron-LM, core/parallel_state.py, `expert_decoder_rank_generator`).
+        """
+        axes = axes_of_experts(self.ep * self.etp, self.tp, self.cp, self.dp)
+        return None if axes is None else (self.ep * self.etp, axes)
 
 
 def degrees(foreign: Foreign) -> Degrees:

@@ -16,7 +16,7 @@ from piper_interop.megatron.degrees import (
 from piper_interop.megatron.sizes import length, sizes
 from piper_interop.megatron.stages import boundaries
 from piper_interop.megatron.table import TABLE
-from piper_interop.megatron.table_model import mixture
+from piper_interop.megatron.table_model import exchanged, mixture
 from piper_interop.megatron.table_strategy import sharded
 from piper_interop.neutral.described import DeviceLayout, JobDescription, Recomputation
 from piper_interop.neutral.foreign import Foreign
@@ -132,15 +132,13 @@ def _layout(foreign: Foreign, found: Degrees, asked: Asked) -> DeviceLayout:
     group = foreign.get("microbatch-group-size-per-virtual-pipeline-stage")
     zero, copies = _zero(foreign), foreign["num-distributed-optimizer-instances"]
     copies = copies if zero else 1
-    alone = (
-        "no-sp" in asked.stand_ins
-        and mixture(foreign)
-        and foreign.get("moe-expert-capacity-factor") is None
-    )
     experts = found.experts_cut_alike if found.etp != found.tp else found.ep
+    folded: tuple[str, ...] = ()
+    if exchanged(foreign) and found.folded is not None:
+        experts, folded = found.folded
     return DeviceLayout(
         tp=found.tp,
-        sequence=foreign["sequence-parallel"] and found.tp > 1 and not alone,
+        sequence=foreign["sequence-parallel"] and found.tp > 1,
         cp=found.cp,
         attention=KINDS.get(foreign["cp-comm-type"][0], "ring") if found.cp > 1 else "ring",
         pp=found.pp,
@@ -152,6 +150,7 @@ def _layout(foreign: Foreign, found: Degrees, asked: Asked) -> DeviceLayout:
         dp=found.dp // copies,
         dp_replicate=copies,
         ep=experts if mixture(foreign) else 1,
+        folded=folded,
         zero=zero,
         over_cp=bool(zero) and found.cp > 1,
         reshard=not (

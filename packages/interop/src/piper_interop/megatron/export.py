@@ -87,6 +87,23 @@ def _shared(described: JobDescription, options: WrittenOptions) -> None:
             )
     if plan.ep > 1:
         options.add("expert-model-parallel-size", plan.ep)
+        _expert_axes(described, options)
+
+
+def _expert_axes(described: JobDescription, options: WrittenOptions) -> None:
+    """Say that experts are whole; Megatron's lie along tp, then cp, then the replicas."""
+    plan = described.layout
+    dropless = described.sizes.fields["experts"].fields.get("capacity_factor") is None
+    if not dropless or plan.tp * plan.cp == 1:
+        return
+    axes = tuple(axis for axis, size in (("tp", plan.tp), ("cp", plan.cp)) if size > 1)
+    whole = tuple(axis for axis in axes if axis in plan.folded)
+    if whole != axes[: len(whole)] or (plan.sharing_replicas > 1 and whole != axes):
+        options.refuse(
+            f"experts over {', '.join((*plan.folded, 'ep'))} beside {' and '.join(axes)}",
+            f"expert_parallel(over={(*axes, 'ep')!r})",
+        )
+    options.add("expert-tensor-parallel-size", 1 if plan.tp > 1 else None)
 
 
 def _pipeline(described: JobDescription, options: WrittenOptions) -> None:

@@ -5,17 +5,17 @@ The names are of commit d98e8a64, August 2026; older spellings that its parser s
 
 from __future__ import annotations
 
+from piper_interop.megatron.names import NAMES
 from piper_interop.megatron.table_aside import ASIDE
 from piper_interop.megatron.table_model import MODEL
 from piper_interop.megatron.table_strategy import STRATEGY
-from piper_interop.neutral.options import OptionTable
+from piper_interop.neutral.options import OptionTable, spelled
 
-TABLE: OptionTable = {**ASIDE, **MODEL, **STRATEGY}
+TABLE: OptionTable = spelled({**ASIDE, **MODEL, **STRATEGY}, NAMES)
 
 STAND_INS = {
     "bf16": "fp8, fp4 and fp16 are taken as bfloat16",
     "no-mtp": "layers for further tokens (MTP) are left out",
-    "no-sp": "activations between layers are whole on each of the tp devices",
     "etp": "experts are cut by tp like everything else, over fewer devices",
     "ring": "keys of all context devices go round one ring, without levels",
     "adam": "the optimizer is AdamW",

@@ -14,6 +14,12 @@ def mixture(foreign: Foreign) -> bool:
     return bool(foreign["num-experts"])
 
 
+def exchanged(foreign: Foreign) -> bool:
+    """Return whether devices share the experts of a dropless mixture."""
+    several = foreign["expert-model-parallel-size"] > 1
+    return mixture(foreign) and several and foreign.get("moe-expert-capacity-factor") is None
+
+
 def latent(foreign: Foreign) -> bool:
     """Return whether attention is latent."""
     return bool(foreign["multi-latent-attention"])

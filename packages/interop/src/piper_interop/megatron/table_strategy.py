@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from piper_interop.megatron.degrees import degrees
-from piper_interop.megatron.table_model import FAST, LESS, MORE, SLOW, mixture
+from piper_interop.megatron.table_model import FAST, LESS, MORE, SLOW, exchanged, mixture
 from piper_interop.neutral.foreign import Foreign
 from piper_interop.neutral.options import (
     Ignored,
@@ -28,25 +28,26 @@ def replicated(foreign: Foreign) -> bool:
     return found.dp * found.cp > 1 and not sharded(foreign)
 
 
-def _dropless_in_parts(foreign: Foreign) -> bool:
-    """Return whether tokens of a dropless mixture would be divided over tp."""
-    return (
-        mixture(foreign)
-        and foreign["tensor-model-parallel-size"] > 1
-        and foreign.get("moe-expert-capacity-factor") is None
-    )
-
-
 def _experts_differ(foreign: Foreign) -> bool:
     found = degrees(foreign)
-    return mixture(foreign) and found.etp != found.tp and bool(found.experts_cut_alike)
+    alike = found.etp != found.tp and bool(found.experts_cut_alike)
+    return mixture(foreign) and not exchanged(foreign) and alike
+
+
+def _experts_whole(foreign: Foreign) -> bool:
+    """Return whether whole experts stand for ones that are cut."""
+    return exchanged(foreign) and degrees(foreign).etp > 1
 
 
 def _experts_do_not_fit(foreign: Foreign) -> bool:
-    """Return whether experts would be spread over more than the replicas."""
+    """Return whether experts would be spread over a part of an axis, or over devices with the same tokens."""
     found = degrees(foreign)
     if not mixture(foreign) or not found.devices:
         return False
+    if exchanged(foreign):
+        folded = found.folded
+        alike = found.tp > 1 and not foreign["sequence-parallel"]
+        return alike or folded is None or foreign["num-experts"] % folded[0] != 0
     whole = found.experts_cut_alike if found.etp != found.tp else found.ep
     return whole < 1 or found.dp % whole != 0
 
@@ -73,8 +74,8 @@ def _low(dtypes: str) -> OptionRow:
 
 
 _EXPERTS_OVER_MORE = Unsupported(
-    "experts over devices that are no replicas (folded over tp or cp)",
-    "give --gpus or an --expert-model-parallel-size that divides the replicas",
+    "experts over a part of tp, cp or the replicas",
+    "give --gpus, or an --expert-model-parallel-size of whole axes: tp, tp x cp, or tp x cp x some replicas",
     unless=(),
     when=_experts_do_not_fit,
 )
@@ -91,16 +92,7 @@ STRATEGY: OptionTable = {
         "experts in more shards than their devices (GTP)", "leave it out with --set"
     ),
     "*gtp-*": Ignored("a part of --tensor-parallel-num-weight-shards"),
-    "sequence-parallel": (
-        Unsupported(
-            "tokens divided over tp beside dropless experts",
-            "give --set --moe-expert-capacity-factor=1.0",
-            stand_in="no-sp",
-            how=f"activations between layers are whole on each tp device: {MORE}, by up to tp times, {SLOW}",
-            when=_dropless_in_parts,
-        ),
-        Mapped("tp: sequence"),
-    ),
+    "sequence-parallel": Mapped("tp: sequence"),
     "context-parallel-size": Mapped("cp"),
     "cp-comm-type": (
         Unsupported(
@@ -140,7 +132,13 @@ STRATEGY: OptionTable = {
             how=f"experts are cut by tp, over ep x etp / tp devices, as many parameters on a device: {SLOW}",
             when=_experts_differ,
         ),
-        Mapped("ep: experts are cut by tp"),
+        Nearest(
+            "whole experts over ep x etp devices, as many parameters on each",
+            "another exchange, of the same rows",
+            unless=(1,),
+            when=_experts_whole,
+        ),
+        Mapped("ep"),
     ),
     "use-tp-pp-dp-mapping": Mapped("mesh: order"),
     # batch

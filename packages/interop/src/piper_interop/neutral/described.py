@@ -20,6 +20,23 @@ def literal(value: Any) -> str:
     return repr(value)
 
 
+def axes_of_experts(devices: int, tp: int, cp: int, replicas: int) -> tuple[str, ...] | None:
+    """Return the axes beside the replicas along which so many devices with different experts lie.
+
+    Ranks that share experts follow each other, so they lie along tp, then along cp, then along replicas. None if they
+    take a part of an axis.
+    """
+    rest, axes = devices, list[str]()
+    for axis, size in (("tp", tp), ("cp", cp)):
+        if size == 1 or rest == 1:
+            continue
+        if rest % size:
+            return None
+        rest //= size
+        axes.append(axis)
+    return None if replicas % rest else tuple(axes)
+
+
 @dataclass(frozen=True)
 class ModelSizes:
     """Hold the sizes of a decoder: the fields of `piper.models.DecoderConfig` that are not at their defaults.

@@ -7,7 +7,13 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
-from piper_interop.neutral.described import DeviceLayout, JobDescription, ModelSizes, Recomputation
+from piper_interop.neutral.described import (
+    DeviceLayout,
+    JobDescription,
+    ModelSizes,
+    Recomputation,
+    axes_of_experts,
+)
 from piper_interop.neutral.foreign import Foreign
 from piper_interop.neutral.options import judge
 from piper_interop.neutral.system import Asked
@@ -95,7 +101,7 @@ def _layout(foreign: Foreign, devices: int) -> DeviceLayout:
         )
     tp, cp, pp, rep = degree.values()
     shared = shard * cp > 1
-    ep = _experts(foreign, shard, cp, tp)
+    ep, folded = _experts(foreign, shard, cp, tp)
     pipeline = _pipeline(foreign, pp)
     never = foreign["parallelism.fsdp_reshard_after_forward"] == "never"
     keeps = never or (foreign["parallelism.fsdp_reshard_after_forward"] == "default" and pp > 1)
@@ -108,6 +114,7 @@ def _layout(foreign: Foreign, devices: int) -> DeviceLayout:
         dp=shard,
         dp_replicate=rep,
         ep=ep,
+        folded=folded,
         zero=3 if shared else 0,
         over_cp=cp > 1,
         reshard=not (shared and keeps),
@@ -121,24 +128,30 @@ def _tiles(foreign: Foreign, tokens: int) -> int:
     return next(n for n in range(chunks, 0, -1) if tokens % n == 0)
 
 
-def _experts(foreign: Foreign, shard: int, cp: int, tp: int) -> int:
-    """Return the devices that share experts; raise JobError where they are not of the replicas alone."""
+def _experts(foreign: Foreign, shard: int, cp: int, tp: int) -> tuple[int, tuple[str, ...]]:
+    """Return the devices that share experts, and the axes that they lie along beside the replicas.
+
+    The devices along dp_shard, cp and tp together are those of efsdp x ep (torchtitan, distributed/parallel_dims.py).
+    Raises JobError where they take a part of an axis, or have the same tokens along tp.
+    """
     ep = _integer(foreign, "parallelism.expert_parallel_degree")
     sizes = foreign.facts["sizes"]
     if ep == 1 or "experts" not in sizes.fields:
-        return 1
-    if tp > 1 or cp > 1:
+        return 1, ()
+    axes = axes_of_experts(ep, tp, cp, shard)
+    if axes is None:
         raise JobError(
-            f"{foreign.source}: parallelism.expert_parallel_degree={ep} beside tensor_parallel_degree={tp} and "
-            f"context_parallel_degree={cp}: experts over an axis that is folded from these cannot be said here; give "
-            f"--set parallelism.tensor_parallel_degree=1 and context_parallel_degree=1"
+            f"{foreign.source}: parallelism.expert_parallel_degree={ep} takes a part of tensor_parallel_degree={tp}, "
+            f"context_parallel_degree={cp} or of the {shard} devices along data_parallel_shard; whole ones can be said "
+            f"here: tp, tp x cp, or tp x cp x some of data_parallel_shard; give another degree, or other --gpus"
         )
-    if shard % ep:
+    if tp > 1 and not foreign["parallelism.enable_sequence_parallel"]:
         raise JobError(
-            f"{foreign.source}: {shard} devices along data_parallel_shard do not divide into groups of "
-            f"expert_parallel_degree={ep}; give other --gpus"
+            f"{foreign.source}: parallelism.expert_parallel_degree={ep} beside tensor_parallel_degree={tp} without "
+            f"enable_sequence_parallel: devices along tp would send the same tokens; give --set "
+            f"parallelism.enable_sequence_parallel=true"
         )
-    return ep
+    return ep, axes
 
 
 def _pipeline(foreign: Foreign, pp: int) -> dict[str, Any]:

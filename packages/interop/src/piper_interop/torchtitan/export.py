@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from piper_interop.neutral.described import DeviceLayout, JobDescription
+from piper_interop.neutral.described import DeviceLayout, JobDescription, axes_of_experts
 from piper_interop.neutral.system import Exported
 from piper_interop.neutral.writer import check_batch
 from piper_interop.torchtitan.describe import SCHEDULES
@@ -59,8 +59,10 @@ def _lacking(described: JobDescription) -> Iterator[str]:
         yield f"context_parallel(attention={layout.attention!r}); the nearest is 'gather'"
     if layout.cp > 1 and layout.zero and not layout.over_cp:
         yield "states that are whole along cp; the nearest shares them over dp and cp"
-    if layout.ep > 1 and (layout.tp > 1 or layout.cp > 1):
-        yield "experts over replicas alone beside tp or cp; the nearest has tp=1 and cp=1"
+    axes = axes_of_experts(layout.ep, layout.tp, layout.cp, layout.dp)
+    if layout.ep > 1 and axes != layout.folded:
+        nearest = tuple(axis for axis in ("tp", "cp") if getattr(layout, axis) > 1)
+        yield f"experts over replicas beside {', '.join(nearest)}; the nearest is over={(*nearest, 'ep')!r}"
     for part in described.recompute:
         if part.keep not in CHECKPOINTING or part.layers is not None or part.group > 1:
             yield f"recompute(keep={part.keep!r}) of some layers; the nearest is keep='inputs' for all layers"

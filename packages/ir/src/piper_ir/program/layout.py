@@ -38,7 +38,7 @@ EXPERTS = "experts"
 SHARED = "shared"
 """The coordinate of the chunks that devices share, while each computes all other chunks whole."""
 TOKENS = "tokens"
-"""The stream of an axis whose devices share the tokens of a row between layers, and the index of context parallelism."""
+"""The stream of an axis whose devices share the tokens of a row between layers; the index of context parallelism."""
 ROWS = "rows"
 """The stream of an axis whose devices each have rows of their own, and trade them for the rows of their experts."""
 EXPERTS_SHARED = 'shard(where(experts=ANY), over="ep", index="experts", stream="rows")'

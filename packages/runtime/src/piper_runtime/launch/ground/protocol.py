@@ -81,12 +81,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Failure:
-    """Say why a rank gave up: the error's class as `kind`, and as `peer` whether it only saw another rank fail."""
+    """Say why a rank gave up: the error's class as `kind`, and the `peers` of which it only saw that one has failed."""
 
     kind: str
     message: str
     details: str
-    peer: bool
+    peers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
