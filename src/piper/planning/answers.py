@@ -108,7 +108,7 @@ class Answer:
         own: the strategy of the user's file, if it has one.
         study: the search.
         failure: why nothing fits, with the nearest that does; "" if something fits.
-        warnings: the assumptions of the predictions, each with its rows of the table if they are not those of all.
+        warnings: the assumptions of the predictions, each with its rows of the table unless it is about all rows.
         space: that was searched.
         best: the first strategy, compiled; None if nothing fits.
         simulation: that of the first strategy; None if nothing fits.

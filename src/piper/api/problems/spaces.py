@@ -37,12 +37,10 @@ KEPT = ("all", "products", "attention", "inputs")
 SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v")
 """The schedules of pipelines; zbv and dualpipe_v have two stages on each device, interleaved has `chunks`."""
 AXES = ("tp", "cp", "ep", "pp")
-KEPT_BYTES, SHARED_BYTES = 8, 8
-"""The bytes that each device keeps of a parameter with zero=1, and the bytes that replicas share.
-
-Kept are a parameter and its gradient in float32, shared the two moments of Adam. They choose the first candidates of a
-search only.
-"""
+KEPT_BYTES = 8
+"""The bytes of a parameter and of its gradient in float32: each device keeps them with zero=1."""
+SHARED_BYTES = 8
+"""The bytes of Adam's two moments of a parameter in float32: replicas share them with zero=1."""
 FULL = 0.5
 """The part of a device's memory that states may fill in the first candidate of a mesh with stages."""
 
@@ -229,7 +227,7 @@ def space(job: Job, cluster: str | Cluster, **fixed: Any) -> StrategySpace:
     """Return the space of a job's strategies on a cluster, for `piper.tune`.
 
     It has the sizes of all axes that divide (tp inside of a node, cp for long rows, ep for mixtures, pp by layers), the
-    schedule, the rows of a microbatch, what is kept for the backward, the states that ranks share, and buckets.
+    schedule, the rows of a microbatch, the activations kept for the backward, the states that ranks share, and buckets.
 
     Args:
         job: The job, which is traced.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from optuna.distributions import (
@@ -123,13 +123,14 @@ class GuidedSampler(BaseSampler):
         self, among: Sequence[FrozenTrial], seen: set[Point]
     ) -> tuple[dict[str, Any], dict[str, BaseDistribution]] | None:
         """Return a point next to a leader, and its space."""
-        for around in (
+        ways: Sequence[Callable[[FrozenTrial], Iterator[dict[str, Any]]]] = (
             lambda leader: self._around(leader, 1, _discrete(leader)),
             lambda leader: self._beside(leader, seen),
             lambda leader: self._around(leader, 2, _discrete(leader)),
             lambda leader: self._around(leader, 1, _continuous(leader)),
             lambda leader: self._around(leader, 2, [*_discrete(leader), *_continuous(leader)]),
-        ):
+        )
+        for around in ways:
             for leader in among:
                 options = [p for p in around(leader) if frozenset(p.items()) not in seen]
                 if options:

@@ -290,7 +290,7 @@ class _Values:
     def include(self, objects: Iterable[Any], uncounted: Iterable[Any] = ()) -> bool:
         """Return whether the trace reads one of the objects.
 
-        Those that are not among the `uncounted` count on the way from the arguments to its values alone.
+        Objects that are not `uncounted` count on the way from the arguments to its values alone.
         """
         met = {id(value) for source, value in self._found.items() if source not in self._elsewhere}
         read = {id(value) for value in self._found.values()}
