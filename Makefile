@@ -24,7 +24,7 @@ PIP_FAILED := { echo "make: pip could not install the above; nothing is lost, th
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run check test test-long bench gpu-check gallery docs mutants zoo interop clean FORCE
+.PHONY: help install run check test test-long bench gpu-check gallery docs mutants zoo interop hosts clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -69,6 +69,9 @@ zoo: $(INSTALLED) ## train public models on two stages beside plain PyTorch: the
 
 interop: $(INSTALLED) ## let the parsers of torchtitan and other systems judge imports and exports (packages, some minutes)
 	$(PY) -m tests.interop.run $(ARGS)
+
+hosts: $(INSTALLED) ## train on machines that fail: network namespaces (root, iproute2), a Slurm of one node (slurmctld, slurmd, munge)
+	$(PY) -m pytest -m "" -ra --durations=10 tests/hosts $(ARGS)
 
 clean: ## remove .venv, caches and build leftovers
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

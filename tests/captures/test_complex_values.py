@@ -127,13 +127,8 @@ JOBS = {
 }
 
 
-QUICK = ("rotary",)
-"""The cases that run in every test run; the others are long."""
-
-
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in JOBS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", JOBS)
 def test_equal_to_one_device_and_to_the_planned_memory(name: str) -> None:
     work = JOBS[name]()
     report = verify_strategy(work, BOTH)

@@ -8,6 +8,7 @@ devices: so quick rows have each of these with a few models.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from dataclasses import replace
 from functools import cache
 from random import Random
 from typing import Any
@@ -167,8 +168,16 @@ PRECISE: Mapping[str, tuple[str, ...]] = {
     "float32": ("gpt", "keywords"),
 }
 """Models in other precisions in quick rows."""
-ROOMS = ((0, 0), (0.003, "step"), ("step", 0.003), ("step", "step"))
-"""The MiB of parameters that may stay gathered, and of gradients that may wait for their reduce-scatter."""
+TILED = ("gpt", "gpt_untied", "gpt_dropout", "llama", "deep", "frozen")
+"""Models whose loss is computed in tiles in a third of the random rows."""
+ROOMS = (
+    (0, 0, 0, True),
+    (0.003, "step", 0.0015, True),
+    ("step", 0.003, 0, False),
+    ("step", "step", 0.0015, False),
+)
+"""The MiB of parameters that may stay gathered, and of gradients that may wait for their reduce-scatter; the MiB up to
+which a parameter stays whole; whether messages of states run beside compute."""
 
 FACTORS: Mapping[str, tuple[Any, ...]] = {
     "model": tuple(SIZES),
@@ -258,12 +267,12 @@ RULES: tuple[Rule, ...] = (
     lambda zero, rep: rep == 1 or zero > 0,
     lambda rep, dp: rep == 1 or dp == 4,
     lambda rep, model: rep == 1 or model != "buffers",
-    lambda rooms, zero: rooms == (0, 0) or zero > 0,
-    lambda rooms, dp: rooms == (0, 0) or dp > 1,
-    lambda rooms, model: rooms == (0, 0) or model != "buffers",
+    lambda rooms, zero: rooms == ROOMS[0] or zero > 0,
+    lambda rooms, dp: rooms == ROOMS[0] or dp > 1,
+    lambda rooms, model: rooms == ROOMS[0] or model != "buffers",
     lambda optimizer, zero: optimizer != "adafactor" or not zero,
     lambda optimizer, rep: optimizer != "adafactor" or rep == 1,
-    lambda optimizer, rooms: optimizer != "adafactor" or rooms == (0, 0),
+    lambda optimizer, rooms: optimizer != "adafactor" or rooms == ROOMS[0],
     lambda optimizer, sharing: optimizer != "adafactor" or not sharing,
     # experts
     lambda ep, model: ep == 1 or model in MIXTURES,
@@ -393,7 +402,8 @@ def composition(row: Row, seed: int) -> Composition:
     said = {"written", "sharing", "rooms", "uneven", "launcher"}
     more: dict[str, Any] = {name: value for name, value in row.items() if name not in said}
     more |= {**WRITTEN[row["written"]], **SHARING[row["sharing"]]}
-    more["resident_mb"], more["reduced_mb"] = row["rooms"]
+    kept = ("resident_mb", "reduced_mb", "whole_mb", "overlap_states")
+    more |= dict(zip(kept, row["rooms"], strict=True))
     if models.is_transformer(row["model"]):  # their batches have eight rows
         more["rows"] = transformers.ROWS // (row["microbatches"] * row["dp"])
     if row["uneven"]:
@@ -455,4 +465,6 @@ def wide_row(seed: int) -> Row:
 def drawn(seed: int) -> tuple[Composition, str]:
     """Return the composition of a number, with its launcher."""
     row = wide_row(seed)
-    return composition(row, seed), row["launcher"]
+    made = composition(row, seed)
+    tiles = 2 if row["model"] in TILED and seed % 3 == 0 else 1
+    return replace(made, tiles=tiles), row["launcher"]

@@ -3,6 +3,9 @@
     make interop                      # all systems
     make interop ARGS=torchtitan      # one
 
+Megatron-LM is no package: with PIPER_MEGATRON (a checkout) and PIPER_MEGATRON_PYTHON (an interpreter of Python 3.12 with
+torch, triton, einops and packaging) its tests run, too.
+
 An environment sees the packages of `.venv`, so that torch is not installed again. A test of tests/interop skips unless the
 variable of its system names the interpreter.
 """
@@ -30,19 +33,30 @@ class Installed:
         alone: packages that are installed without what they require.
         packages: further packages, with what they require.
         settings: environment variables of the installation.
+        build: packages that must be there before any of the others is built.
     """
 
     variable: str
     alone: Sequence[str]
     packages: Sequence[str] = ()
     settings: Mapping[str, str] | None = None
+    build: Sequence[str] = ()
 
 
 SYSTEMS = {
     "torchtitan": Installed(
         "PIPER_TORCHTITAN_PYTHON",
         ("torchtitan==0.3.0", "spmd_types==0.2.3"),
-        ("tyro", "tensorboard", "grain", "torchdata", "datasets", "einops", "transformers==5.23"),
+        (
+            "tyro",
+            "tensorboard",
+            "grain",
+            "torchdata",
+            "datasets",
+            "einops",
+            "transformers==5.23",
+            "triton",
+        ),
     ),
     "deepspeed": Installed(
         "PIPER_DEEPSPEED_PYTHON",
@@ -50,6 +64,7 @@ SYSTEMS = {
         ("--no-build-isolation", "deepspeed==0.19.8"),
         ("hjson", "py-cpuinfo", "msgpack", "ninja", "psutil", "pydantic", "einops", "tqdm"),
         {"DS_BUILD_OPS": "0"},
+        ("setuptools",),  # an environment of Python 3.11 begins with one that makes no wheels
     ),
     "accelerate": Installed(
         "PIPER_ACCELERATE_PYTHON",
@@ -57,6 +72,9 @@ SYSTEMS = {
         ("transformers==5.24.0", "psutil"),
     ),
 }
+
+MEGATRON = "megatron"
+"""The system that is a checkout, not a package."""
 
 
 def interpreter(name: str) -> Path:
@@ -72,6 +90,9 @@ def interpreter(name: str) -> Path:
     shared.write_text(sysconfig.get_path("purelib") + "\n")
     pip = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-input"]
     environment = os.environ | dict(system.settings or {})
+    if system.build:
+        pinned = ["--upgrade", "-c", "constraints.txt", *system.build]
+        subprocess.run([*pip, *pinned], check=True, env=environment)
     subprocess.run([*pip, "--no-deps", *system.alone], check=True, env=environment)
     if system.packages:
         subprocess.run([*pip, *system.packages], check=True, env=environment)
@@ -81,12 +102,13 @@ def interpreter(name: str) -> Path:
 
 def main(names: Sequence[str]) -> int:
     """Install the systems, run their tests, and return pytest's exit code."""
-    unknown = [name for name in names if name not in SYSTEMS]
+    known = (*SYSTEMS, MEGATRON)
+    unknown = [name for name in names if name not in known]
     if unknown:
-        print(f"unknown system {unknown[0]}; known are {', '.join(SYSTEMS)}", file=sys.stderr)
+        print(f"unknown system {unknown[0]}; known are {', '.join(known)}", file=sys.stderr)
         return 2
-    chosen = names or tuple(SYSTEMS)
-    found = {SYSTEMS[name].variable: str(interpreter(name)) for name in chosen}
+    chosen = names or known
+    found = {SYSTEMS[name].variable: str(interpreter(name)) for name in chosen if name in SYSTEMS}
     tests = [f"tests/interop/test_{name}_parser.py" for name in chosen]
     command = [sys.executable, "-m", "pytest", "-m", "", "-q", *tests]
     return subprocess.run(command, env=os.environ | found, check=False).returncode

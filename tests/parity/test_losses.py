@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import piper
 from piper.api.reference.verification import verify_strategy
 from piper_ir.ground.errors import CaptureError
+from piper_runtime.rank.batches.feed import Feed
 from tests.faults import backward_faults, loss_faults
 from tests.helpers import losses, parity
 from tests.helpers.cases import each_case
@@ -277,15 +278,25 @@ def test_totals_of_processes_are_those_of_one_process() -> None:
     assert runs[1].losses == pytest.approx(expected.losses, rel=1e-12)
 
 
-@pytest.mark.long
-def test_two_roles_count_each_microbatch_once() -> None:
-    """The loss of DualPipe is on both ends of the pipeline."""
+def test_two_roles_count_each_microbatch_once_as_a_step_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loss of DualPipe is on both ends of the pipeline. A rank that counted when it loads its first tensor might
+    wait until then for one that waits for its count."""
+    begin, uncounted = Feed.begin, list[bool]()
+
+    def counted(feed: Feed, step: int) -> None:
+        begin(feed, step)
+        uncounted.append(feed.totals.open)
+
+    monkeypatch.setattr(Feed, "begin", counted)
     made = job(losses.LOSSES["several cross_entropies with their own targets"][1])
     strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.dualpipe(pp=2, microbatches=4))
     run = piper.execute(
         piper.compile(made, strategy), steps=2, launcher="inline", memory=False, gradients=True
     )
     parity.assert_parity(run, parity.reference(made, microbatches=4, steps=2))
+    assert uncounted == [False] * 4
 
 
 @pytest.mark.long

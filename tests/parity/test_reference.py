@@ -115,7 +115,6 @@ def test_complex_buffers_stay_complex() -> None:
     assert_trained(dict(found.state_dict), wide)
 
 
-@pytest.mark.long
 def test_a_plan_with_complex_buffers_equals_one_device() -> None:
     report = verify_strategy(
         job(Rotated), Strategy(Mesh(pp=2), recipes.one_f_one_b(pp=2, microbatches=2))

@@ -18,9 +18,11 @@ from piper import DirectiveError, Mesh, Strategy, models, recipes, tile_loss
 from piper.api.captures.capturing import captured_job, rewritten, traced_job
 from piper.api.reference.verification import verify_strategy
 from piper.models.jobs import adamw, cross_entropy
+from piper.views.explain import explain
 from piper_capture import restored, stored, with_tiles
 from piper_capture.store import tiled_loss
 from piper_compiler import CaptureRequest
+from piper_ir.tools import size_text
 from tests.helpers.compositions import Composition
 from tests.helpers.decoders import DECODERS
 from tests.helpers.judged import judge
@@ -54,6 +56,10 @@ STRATEGY = Strategy(Mesh(), (tile_loss(4), piper.split(piper.where(), microbatch
 @pytest.mark.parametrize("name", ["Mistral", "Phi"])
 def test_capped_logits_and_a_bias_are_tiled_with_the_loss(name: str) -> None:
     assert verify_strategy(job(name), STRATEGY, steps=2).equal
+    text = explain(piper.compile(job(name), STRATEGY))
+    saved = (2 * 8 * 16 + 32 * 16 + 2 * 8) * 8 + (32 + 2 * 8) * 8 * (name == "Phi")
+    assert f"one tile at a time, and their gradients; {size_text(saved)} wait" in text, text
+    assert "W is empty" not in text
 
 
 def test_gradients_without_the_scale_of_the_loss_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,13 @@ from typer.testing import CliRunner
 import piper
 from piper import cli, models
 from piper.cli.actions import planning
-from piper.planning.answers import TrainingBudget, answer, structures
+from piper.planning.answers import (
+    PlannedStrategy,
+    TrainingBudget,
+    answer,
+    row_warnings,
+    structures,
+)
 from piper.planning.goodput import Failures
 from piper.planning.sources import StepSize, count, understand
 from piper.planning.written import PLANNED
@@ -25,6 +31,7 @@ from tests.planning.test_config_files import GPT2, LLAMA, written
 
 CLUSTER = "h100x8@eager"
 SMALL = ["--length", "64", "--global-batch", "16", "--trials", "6", "--workers", "0"]
+OTHER = piper.Strategy(piper.Mesh(dp=8), ())
 OWN = """
 import piper
 job = piper.models.job(piper.models.LlamaConfig(
@@ -88,6 +95,19 @@ def test_json_is_one_object_with_the_fields_that_programs_read(tmp_path: Path) -
         assert one["tokens_per_s_per_device"] > 0 and 0 < one["mfu"] < 1
     periods = [one["period_s"] for one in said["strategies"]]
     assert periods == sorted(periods)
+
+
+def test_a_warning_names_the_rows_that_it_is_about() -> None:
+    first, second, mine = (
+        PlannedStrategy(
+            piper.Strategy(piper.Mesh(dp=size), ()), f"dp={size}", "", *[1.0] * 5, 1, "", True,
+            *[0.0] * 3, None, None, None, own=size == 4,
+        )
+        for size in (1, 2, 4)
+    )  # fmt: skip
+    of_all = [one.strategy for one in (first, second, mine)]
+    warned = {"all": of_all, "some": of_all[1:], "whole": [], "elsewhere": [OTHER]}
+    assert row_warnings(warned, [first, second, mine]) == ("all", "rows 2, yours: some", "whole")
 
 
 def test_a_step_has_as_many_tokens_as_are_asked_for() -> None:

@@ -15,11 +15,11 @@ from piper.cli import app
 from piper.published.convert import cluster_of, readings, row, stack_for
 from piper.published.fitting import fit
 from piper.published.plans import plan_of
-from piper.published.scoring import Prediction, kendall, percentile, predict, score
+from piper.published.scoring import RunPrediction, kendall, percentile, predict, score
 from piper.published.stack_file import write_stack
-from piper.published.table import Row, read_row, read_rows
+from piper.published.table import PublishedRow, read_row, read_rows
 from piper_ir.ground.errors import ClusterError, JobError
-from piper_simulator.cluster.stacks import SOFTWARE, STACKS, Stack, read_software
+from piper_simulator import SOFTWARE, STACKS, Stack, read_software
 from tests.helpers.cases import each_case
 
 TINY = {
@@ -31,7 +31,7 @@ TINY = {
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Row:
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PublishedRow:
     monkeypatch.setenv("PIPER_CACHE", "")
     return read_row(TINY)
 
@@ -92,7 +92,7 @@ def test_the_words_of_a_row_name_its_stack(hw: str, source: str, note: str, stac
     assert stack_for(one, hw) == stack
 
 
-def test_a_prediction_has_an_interval_and_two_memories(tiny: Row) -> None:
+def test_a_prediction_has_an_interval_and_two_memories(tiny: PublishedRow) -> None:
     one = predict(tiny)
     assert one.refused == "" and one.stack == "blackwell-megatron"
     assert one.low < one.step_s < one.high and one.peak_gib < one.reserved_gib
@@ -101,7 +101,7 @@ def test_a_prediction_has_an_interval_and_two_memories(tiny: Row) -> None:
     }  # fmt: skip
 
 
-def test_own_bytes_stay_the_plans(tiny: Row) -> None:
+def test_own_bytes_stay_the_plans(tiny: PublishedRow) -> None:
     from piper_simulator import simulate
 
     run, plan = plan_of(tiny)
@@ -130,10 +130,10 @@ def test_a_fit_finds_constants_that_it_was_not_told() -> None:
     assert all(c.low <= c.value <= c.high for c in bound.constants.values())
 
 
-def _made(rows: Sequence[Row], stack: Stack) -> list[Prediction]:
+def _made(rows: Sequence[PublishedRow], stack: Stack) -> list[RunPrediction]:
     """Predict steps by a law: products, bytes and a rest, in shares that depend on the row."""
     return [
-        Prediction(r, (r.hidden / stack.number["matmul"] + 200 / stack.number["memory"] + 50,))
+        RunPrediction(r, (r.hidden / stack.number["matmul"] + 200 / stack.number["memory"] + 50,))
         for r in rows
     ]
 
@@ -144,7 +144,7 @@ def _with(stack: Stack, name: str, value: float) -> Stack:
     )
 
 
-def test_few_runs_and_unknown_constants_are_refused(tiny: Row) -> None:
+def test_few_runs_and_unknown_constants_are_refused(tiny: PublishedRow) -> None:
     stack = SOFTWARE["blackwell-megatron"]
     with pytest.raises(JobError, match="at least 5 runs of 2 models; these are 4 runs of 1"):
         fit([tiny] * 4, stack, ["matmul"], _made)
@@ -174,12 +174,12 @@ def test_scores() -> None:
     assert kendall([(1, 1), (2, 2), (3, 3)]) == 1 and kendall([(3, 1), (2, 2), (1, 3)]) == -1
     assert kendall([(1, 1), (2, 1.01)]) is None, "pairs that hardly differ do not count"
     assert percentile([0.0, 1.0], 0.9) == pytest.approx(0.9) and percentile([], 0.9) is None
-    one = Prediction(read_row(TINY), (0.011,), 0.009, 0.012, 0.1, 0.105)
+    one = RunPrediction(read_row(TINY), (0.011,), 0.009, 0.012, 0.1, 0.105)
     found = score("x", [one])
     assert found.mean == pytest.approx(0.1) and found.coverage == 1 and found.memory_mean == 0
 
 
-def test_the_command_writes_the_table_and_says_how_well(tiny: Row, tmp_path: Path) -> None:
+def test_the_command_writes_the_table_and_says_how_well(tiny: PublishedRow, tmp_path: Path) -> None:
     table = tmp_path / "runs.csv"
     with table.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(TINY))

@@ -3,6 +3,7 @@ by name what does not go together."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def test_axes_have_the_sizes_that_divide() -> None:
     assert piper.space(mixture(), CLUSTER).sizes["ep"] == (1, 2, 4, 8)
 
 
-def test_a_search_begins_with_what_is_published_and_with_each_mesh_in_the_least_memory() -> None:
+def test_a_search_begins_with_what_is_published_and_with_each_mesh_in_little_memory() -> None:
     space = piper.space(llama(), CLUSTER)
     fsdp, *others = space.starts
     sizes = {"tp": 1, "cp": 1, "ep": 1, "pp": 1, "rows": 1}
@@ -72,6 +73,9 @@ def test_a_search_begins_with_what_is_published_and_with_each_mesh_in_the_least_
     cells = {(s["tp"], s["cp"], s["pp"]) for s in space.starts if s["keep"] == "inputs"}
     meshes = {(tp, cp, pp) for tp in (1, 2, 4, 8) for cp in (1, 2) for pp in (1, 2, 4)}
     assert cells == {at for at in meshes if at[0] * at[1] * at[2] <= 16}
+    large = replace(space, parameters=10**12)
+    for made, zero in ((space, 1), (large, 3)):
+        assert {s["zero"] for s in made.starts if s["pp"] > 1 and s["keep"] == "inputs"} == {zero}
 
 
 @pytest.mark.parametrize("make", [llama, pytest.param(mixture, marks=pytest.mark.long)])

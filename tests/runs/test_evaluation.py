@@ -264,6 +264,7 @@ def test_functions_of_the_loss_get_that_of_the_evaluation() -> None:
     assert [record.evaluation for record in heard] == [{}, run.evaluations[1]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", ["processes", pytest.param("ray", marks=pytest.mark.long)])
 def test_processes_find_what_one_process_finds(launcher: str) -> None:
     mesh, directives = STRATEGIES["1F1B and dp"]
@@ -299,7 +300,7 @@ class OtherHead(Net):
         return super().forward(x) + (self.second(x) if self.training else 0.0)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "said"),
     [

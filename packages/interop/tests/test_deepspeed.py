@@ -120,6 +120,29 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+RENAMED: list[tuple[dict[str, Any], str]] = [
+    ({"elasticity": {"enabled": False, "max_train_batchsize": 8}}, "max_train_batch_size"),
+    ({"eigenvalue": {"enabled": False, "max_iters": 8}}, "max_iter"),
+    (
+        {"data_efficiency": {"enabled": False, "data_sampling": {"num_epoch": 1}}},
+        "data_efficiency.data_sampling.num_epochs",
+    ),
+]
+
+
+@each_case(("options", "nearest"), RENAMED)
+def test_a_renamed_key_of_a_section_that_is_off(
+    tmp_path: Path, options: dict[str, Any], nearest: str
+) -> None:
+    with pytest.raises(JobError, match=rf"no such option.*the nearest is \S*{nearest};"):
+        imported("deepspeed", tmp_path, {"train_batch_size": 16, **options})
+
+
+def test_a_section_that_is_off_asks_for_nothing(tmp_path: Path) -> None:
+    off = {"enabled": False, "max_train_batch_size": 8}
+    assert imported("deepspeed", tmp_path, {"train_batch_size": 16, "elasticity": off})
+
+
 @each_case(("options", "words"), REFUSED)
 def test_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(JobError, match=words):

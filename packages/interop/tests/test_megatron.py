@@ -296,6 +296,21 @@ def test_every_renamed_option_is_named() -> None:
             imported(" ".join(renamed))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("log-intervall", "log-interval"),
+        ("adam-betas", "adam-beta2"),
+        ("save-intervals", "save-interval"),
+    ],
+)
+def test_a_pattern_takes_no_option_that_megatron_does_not_have(wrong: str, right: str) -> None:
+    with pytest.raises(
+        JobError, match=f"--?{wrong}.*the nearest is {right};|{wrong}=.*nearest is {right};"
+    ):
+        imported(f"{DENSE} --{wrong} 5")
+
+
 def test_every_option_with_a_kind_has_a_row() -> None:
     assert [name for name in words.defaults() if not row_of(TABLE, name)] == []
     assert set(words.WORDS) <= set(words.defaults())

@@ -141,6 +141,7 @@ def test_what_does_not_belong_is_named(name: str, runs: tuple[Path, Path], tmp_p
         run(plan, job, steps=1, resume=here)
 
 
+@pytest.mark.long
 def test_it_is_refused_in_processes_and_by_other_strategies(
     runs: tuple[Path, Path], tmp_path: Path, pool: Pool
 ) -> None:

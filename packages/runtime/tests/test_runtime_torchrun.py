@@ -272,6 +272,9 @@ def test_launch_lines() -> None:
         )
         == LINES
     )
+    kept = launch_sections(Launch("f.py", 2, nodes=1, arguments=["--checkpoint", "a b"]))["slurm"]
+    assert "#SBATCH --requeue" in kept.lines and kept.lines.endswith("processes $resume")
+    assert "ls 'a b'/step-*/complete.json" in kept.lines
     odd = launch_text(launch_sections(Launch("f.py", 3)))
     assert "# Ray, 1 machine\n" in odd and "--address" not in odd and "gpus" not in odd
     with pytest.raises(JobError, match="8 ranks do not divide over 3 nodes"):
@@ -359,10 +362,10 @@ def test_one_rank_says_what_all_have_to_say(
 
 def test_other_ranks_repeat_the_beginning_of_rank_zeros_error() -> None:
     short = torchrun._ended_by_first(
-        Failure("HangError", "no rank made progress", "", False), ["a (10.0.0.1)", "b (10.0.0.2)"]
+        Failure("HangError", "no rank made progress", ""), ["a (10.0.0.1)", "b (10.0.0.2)"]
     )
     long = torchrun._ended_by_first(
-        Failure("RankError", "rank 3 " * 100, "", False), ["a (10.0.0.1)", "b (10.0.0.2)"]
+        Failure("RankError", "rank 3 " * 100, ""), ["a (10.0.0.1)", "b (10.0.0.2)"]
     )
     assert (
         type(short) is HangError and str(short) == "no rank made progress" and short.told_by_another

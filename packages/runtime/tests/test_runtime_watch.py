@@ -143,15 +143,22 @@ def watch(says: list[tuple[int, Any]], *hearts: list[int]) -> Watch:
 
 
 def test_the_rank_that_is_gone_is_blamed_before_its_victims() -> None:
-    victim = Failure("ExecutionError", "rank 0 lost its peer", "", True)
+    victim = Failure("ExecutionError", "rank 0 lost its peer", "", (1,))
     with pytest.raises(
         ExecutionError,
         match=r"^rank 1 was killed by SIGKILL: rank 1 on .* instruction 3 .*in step 2; rank 0",
     ):
         watch([(0, victim), (1, None)], heart(), heart(2, 3)).collect(progress())
-    cause = Failure("NonFiniteLossError", "the loss is nan", "", False)
+    cause = Failure("NonFiniteLossError", "the loss is nan", "")
     with pytest.raises(NonFiniteLossError, match=r"^the loss is nan \(rank 1 on node n1\)$"):
         watch([(0, victim), (1, cause)], heart(), heart()).collect(progress())
+
+
+def test_an_error_of_a_communication_names_the_machine_of_the_peer() -> None:
+    victim = Failure("ExecutionError", "rank 0 lost its peer", "", (1,))
+    watched = watch([(0, victim)], heart(), heart())
+    with pytest.raises(ExecutionError, match=r"peer \(rank 0 on node n0, rank 1 on node n1\)$"):
+        watched.collect(progress())
 
 
 def test_a_machine_that_has_fallen_silent_is_named_first() -> None:
@@ -168,7 +175,7 @@ def test_a_machine_that_has_fallen_silent_is_named_first() -> None:
 
 def test_a_cause_that_comes_late_is_blamed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(piper_runtime.launch.ground.watch, "LINGER_S", 0.0)
-    victim = Failure("ExecutionError", "rank 0 lost its peer", "", True)
+    victim = Failure("ExecutionError", "rank 0 lost its peer", "", (1,))
     watched = watch([], heart(), heart(2, 3))
     said: Iterator[list[tuple[int, Any]]] = iter([[(0, victim)], [], [], [(1, None)]])
     monkeypatch.setattr(watched.team, "wait", lambda ranks, seconds: next(said))

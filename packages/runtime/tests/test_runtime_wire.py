@@ -36,7 +36,7 @@ MESSAGES: list[Any] = [
     None,
     "done",
     STEP,
-    Failure("HangError", "rank 0 waits\n  über alles", "", True),
+    Failure("HangError", "rank 0 waits\n  über alles", "", (1,)),
     EmulationReport(started=1.0, held_up=[0.5], finished=[2.0]),
     ProfileReport(
         parts={("code", "F", 2): [0.5]},

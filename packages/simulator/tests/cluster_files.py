@@ -222,16 +222,16 @@ WRONG = {
         "stacks.mine: lowering, optimizer, fused, saved, overlap, source missing",
     ),
     "an unknown field of a stack": (
-        STACK.replace("fused", "joined"),
-        "stacks.liger.joined: no such key; known here: attention, lowering, optimizer, fused",
+        STACK.replace("fused", "blended"),
+        "stacks.liger.blended: no such key; known here: attention, lowering, optimizer, fused",
     ),
     "an unknown stack beside an own one": (
         STACK.replace('stack = "liger"', 'stack = "tiger"'),
-        "stack: 'tiger' stands here; one of 'eager', 'inductor', 'megatron', 'liger' is needed",
+        "stack: 'tiger' stands here; one of 'eager', 'inductor', 'megatron', .*'liger' is needed",
     ),
     "an unknown attention kernel": (
         STACK.replace('attention = "flash-3"', 'attention = "own"'),
-        "stacks.liger.attention: no kernel 'own'; known: flash-2, flash-3",
+        "stacks.liger.attention: no kernel 'own'; known: flash-2, .*flash-3",
     ),
     "an unknown kind that is fused": (
         STACK.replace('"norm"', '"gemm"'),

@@ -20,7 +20,7 @@ StackOption = Annotated[
         help="a software stack, or its TOML file, for all rows in place of their own",
     ),
 ]
-RowsOption = Annotated[
+CasesOption = Annotated[
     str, typer.Option("--rows", metavar="GLOB", help="the rows whose case fits this pattern")
 ]
 ScoredFileOption = Annotated[
@@ -57,7 +57,7 @@ class AccuracyArguments:
 
     table: TableArgument
     stack: StackOption = None
-    rows: RowsOption = "*"
+    rows: CasesOption = "*"
     out: ScoredFileOption = None
     why: CaseOption = None
     at_most: AtMostOption = None

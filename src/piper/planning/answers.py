@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +108,7 @@ class Answer:
         own: the strategy of the user's file, if it has one.
         study: the search.
         failure: why nothing fits, with the nearest that does; "" if something fits.
-        warnings: the assumptions of the predictions.
+        warnings: the assumptions of the predictions, each with its rows of the table if they are not those of all.
         space: that was searched.
         best: the first strategy, compiled; None if nothing fits.
         simulation: that of the first strategy; None if nothing fits.
@@ -158,8 +158,24 @@ def answer(
     ranked = [predict(study.strategies[row.number]) for row in structures(study)]
     fitting = sorted((one for one in ranked if one.fits), key=lambda one: one.period_s)
     best, simulation = predict.made[id(fitting[0].strategy)] if fitting else (None, None)
-    warned = tuple(predict.warnings)
+    warned = row_warnings(predict.warnings, [*fitting, *([mine] if mine is not None else [])])
     return Answer(tuple(fitting), mine, study, failure, warned, searched, best, simulation)
+
+
+def row_warnings(
+    warned: Mapping[str, Sequence[Strategy]], shown: Sequence[PlannedStrategy]
+) -> tuple[str, ...]:
+    """Return the warnings of the strategies that are shown, with their rows; a warning without any is of the whole."""
+    texts = []
+    for text, strategies in warned.items():
+        of = {id(strategy) for strategy in strategies}
+        rows = [k for k, one in enumerate(shown, 1) if id(one.strategy) in of]
+        names = ["yours" if shown[k - 1].own else str(k) for k in rows]
+        if not of or len(rows) == len(shown):
+            texts.append(text)
+        elif rows:
+            texts.append(f"row{'s' if len(rows) > 1 else ''} {', '.join(names)}: {text}")
+    return tuple(texts)
 
 
 def structures(study: Study, most: int = SHOWN) -> Iterator[Row]:
@@ -185,7 +201,7 @@ class _Predictor:
 
     def __init__(self, job: Job, cluster: Cluster, budget: TrainingBudget) -> None:
         self._job, self._cluster, self._budget = job, cluster, budget
-        self.warnings: dict[str, None] = {}
+        self.warnings: dict[str, list[Strategy]] = {}
         self.made: dict[int, tuple[Compiled, Simulation]] = {}
 
     def own(self, strategy: Strategy) -> PlannedStrategy | None:
@@ -193,14 +209,15 @@ class _Predictor:
         try:
             return self(strategy, own=True)
         except PiperError as e:
-            self.warnings[f"the strategy of the file has no row: {e}"] = None
+            self.warnings[f"the strategy of the file has no row: {e}"] = []
             return None
 
     def __call__(self, strategy: Strategy, *, own: bool = False) -> PlannedStrategy:
         compiled = compile(self._job, strategy, options=Options(device=device_type(self._cluster)))
         simulation = simulate(compiled.plan, self._cluster)
         self.made[id(strategy)] = compiled, simulation
-        self.warnings |= dict.fromkeys(simulation.notes)
+        for note in simulation.notes:
+            self.warnings.setdefault(note, []).append(strategy)
         rank = max(range(len(simulation.device_bytes)), key=simulation.device_bytes.__getitem__)
         owner, held = max(simulation.memory(rank).items(), key=lambda item: item[1])
         facts = facts_of(strategy, self._job.global_batch)

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from piper.published.convert import readings as readings
     from piper.published.convert import row as row
     from piper.published.table import COLUMNS as COLUMNS
-    from piper.published.table import Row as Row
+    from piper.published.table import PublishedRow as PublishedRow
     from piper.published.table import read_row as read_row
     from piper.published.table import read_rows as read_rows
 
 _HOME = dict.fromkeys(("PublishedRun", "readings", "row"), "convert")
-_HOME |= dict.fromkeys(("COLUMNS", "Row", "read_row", "read_rows"), "table")
+_HOME |= dict.fromkeys(("COLUMNS", "PublishedRow", "read_row", "read_rows"), "table")
 
 
 def __getattr__(name: str) -> Any:

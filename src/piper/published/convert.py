@@ -1,6 +1,6 @@
 """Make job, strategy and cluster of a published run: `row`, the one place that says how a row is read.
 
-A table says less than a run has. The columns are taken as they stand; what they leave out follows from the arch, the
+A table says less than a run has. The columns are taken as they stand; the rest follows from the arch, the
 dtype and the words of source and note, by the rules below. Each rule is a fact about the software, with its source, and
 none is about a row.
 
@@ -28,17 +28,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from piper import models
-from piper.published.table import Row
+from piper.published.table import PublishedRow
 from piper_compiler import Strategy, partition, recipes, recompute, replicate, split
 from piper_compiler.directives import Directive
 from piper_compiler.directives.partition import Partition
 from piper_ir.ground.errors import ClusterError, JobError
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.select import ANY, where
-from piper_simulator import Cluster, load_cluster
-from piper_simulator.cluster.named import ALIASES, DEVICES
-from piper_simulator.cluster.software import with_stack
-from piper_simulator.cluster.stacks import STACKS, Stack, read_software, stacks_of
+from piper_simulator import (
+    ALIASES,
+    DEVICES,
+    STACKS,
+    Cluster,
+    Stack,
+    load_cluster,
+    read_software,
+    stacks_of,
+    with_stack,
+)
 
 if TYPE_CHECKING:
     from piper_runtime import Job
@@ -46,7 +53,7 @@ if TYPE_CHECKING:
 VOCAB = 32_000
 """The tokens of a row that leaves its vocab open: that of sentencepiece models, as open Megatron forks train with."""
 PADDED = 128
-"""Megatron pads a vocabulary to a multiple of this times tp."""
+"""The number of which, times tp, Megatron makes a vocabulary a multiple."""
 SAVED = {"mm", "rms_norm", "attention", "mul", "add", "cat", "_to_copy", "silu"}
 """The operators of a gated block whose results autograd may save."""
 WRITTEN = ("addmm", "mm", "layer_norm", "gelu", "add", "clone")
@@ -80,7 +87,7 @@ class PublishedRun:
         notes: the fields that are taken in the nearest form.
     """
 
-    row: Row
+    row: PublishedRow
     job: Job
     strategy: Strategy
     cluster: Cluster
@@ -100,7 +107,9 @@ class PublishedRun:
         )
 
 
-def row(published: Row, *, stack: Stack | str | None = None, times: Any = None) -> PublishedRun:
+def row(
+    published: PublishedRow, *, stack: Stack | str | None = None, times: Any = None
+) -> PublishedRun:
     """Return the job, strategy and cluster of a row without open fields (`readings` fills them).
 
     Args:
@@ -110,7 +119,7 @@ def row(published: Row, *, stack: Stack | str | None = None, times: Any = None) 
         times: F, I, W of each stage and the seconds between two, for a searched schedule; 1, 1, 1 and 0 without.
 
     Raises:
-        JobError: a degree does not divide what it shares, the device is unknown, or a field is open.
+        JobError: a degree does not divide the rows or devices, the device is unknown, or a field is open.
         ClusterError: no such stack.
     """
     cluster = cluster_of(published, stack)
@@ -135,7 +144,7 @@ def row(published: Row, *, stack: Stack | str | None = None, times: Any = None) 
     return PublishedRun(published, job, strategy, cluster, states, notes)
 
 
-def readings(published: Row) -> Iterator[Row]:
+def readings(published: PublishedRow) -> Iterator[PublishedRow]:
     """Yield the row with every plausible value of its open fields; itself if none is open."""
     vocab = published.vocab or VOCAB
     vpps: tuple[int, ...] = (published.vpp or 1,)
@@ -158,7 +167,7 @@ def readings(published: Row) -> Iterator[Row]:
             yield replace(published, **known, micro_batch=size)
 
 
-def cluster_of(published: Row, stack: Stack | str | None = None) -> Cluster:
+def cluster_of(published: PublishedRow, stack: Stack | str | None = None) -> Cluster:
     """Return the cluster of a row, with its software stack if there is one."""
     device = ALIASES.get(published.hw.partition("-")[0], "")
     device = published.hw if published.hw in DEVICES else device
@@ -183,7 +192,7 @@ def cluster_of(published: Row, stack: Stack | str | None = None) -> Cluster:
     return with_stack(plain, stack_named(stack)) if stack else plain
 
 
-def stack_for(published: Row, device: str) -> str:
+def stack_for(published: PublishedRow, device: str) -> str:
     """Return the name of the stack whose words a row has; else one of its generation that is like it; else "".
 
     A row that shares layers or stages is taken as Megatron, any other as eager torch.
@@ -209,8 +218,8 @@ def _config(fields: tuple[tuple[str, Any], ...]) -> models.DecoderConfig:
     return models.DecoderConfig(**dict(fields))
 
 
-def model_of(published: Row) -> tuple[models.DecoderConfig, tuple[str, ...]]:
-    """Return the model of a row, and notes on what is said in the nearest form."""
+def model_of(published: PublishedRow) -> tuple[models.DecoderConfig, tuple[str, ...]]:
+    """Return the model of a row, and notes on fields in the nearest form."""
     vocab = published.vocab or VOCAB
     if _is_megatron(published) or published.tp > 1:
         step = PADDED * published.tp
@@ -243,12 +252,12 @@ def model_of(published: Row) -> tuple[models.DecoderConfig, tuple[str, ...]]:
     return _config(tuple(sorted(fields.items()))), tuple(notes)
 
 
-def _is_megatron(published: Row) -> bool:
+def _is_megatron(published: PublishedRow) -> bool:
     words = ("Megatron", "NeMo", "vTrain", "SC21", "Zero Bubble", "Korthikanti")
     return published.dtype == "fp16" or any(word in published.text for word in words)
 
 
-def _precision(published: Row) -> Any:
+def _precision(published: PublishedRow) -> Any:
     from piper_runtime import Precision
 
     narrow = any(w in published.note for w in ("PURE mixed", "reduced in bf16"))
@@ -257,7 +266,7 @@ def _precision(published: Row) -> Any:
     )
 
 
-def _microbatches(published: Row) -> int:
+def _microbatches(published: PublishedRow) -> int:
     if published.micro_batch is None:
         raise JobError(f"{published.case}: micro_batch is open; `readings` gives plausible values")
     per_step = published.dp * published.micro_batch
@@ -273,7 +282,7 @@ def _microbatches(published: Row) -> int:
     return published.global_batch // per_step
 
 
-def _sharding(published: Row) -> tuple[Directive, ...]:
+def _sharding(published: PublishedRow) -> tuple[Directive, ...]:
     directives: tuple[Directive, ...] = ()
     if published.tp > 1:
         directives += recipes.tensor_parallel(sequence=published.seq_parallel)
@@ -284,7 +293,7 @@ def _sharding(published: Row) -> tuple[Directive, ...]:
     return directives
 
 
-def _exchange(published: Row) -> Literal["heads", "ring"]:
+def _exchange(published: PublishedRow) -> Literal["heads", "ring"]:
     """Return how attention is shared over cp.
 
     SimuMax's release notes say all-to-all; Megatron-Core's default is the ring, with zigzag chunks.
@@ -292,7 +301,7 @@ def _exchange(published: Row) -> Literal["heads", "ring"]:
     return "heads" if "SimuMax" in published.text else "ring"
 
 
-def _schedule(published: Row, microbatches: int, times: Any) -> tuple[Directive, ...]:
+def _schedule(published: PublishedRow, microbatches: int, times: Any) -> tuple[Directive, ...]:
     pp, vpp = published.pp, published.vpp or 1
     if published.schedule == "none" or pp == 1:
         return (split(where(), microbatches=microbatches),)
@@ -321,7 +330,7 @@ def _boundaries(layers: int, stages: int) -> Any:
 
 
 def _recomputation(
-    published: Row, config: models.DecoderConfig, stack: Stack | None
+    published: PublishedRow, config: models.DecoderConfig, stack: Stack | None
 ) -> tuple[Directive, ...]:
     if published.recompute == "none":
         if stack is None or not config.gated or config.activation not in stack.remakes:
@@ -344,7 +353,9 @@ def _layer_parameters(config: models.DecoderConfig) -> int:
     return models.parameter_count(replace(config, layers=2)) - models.parameter_count(config)
 
 
-def _states(published: Row, config: models.DecoderConfig, behind: bool) -> tuple[Directive, ...]:
+def _states(
+    published: PublishedRow, config: models.DecoderConfig, behind: bool
+) -> tuple[Directive, ...]:
     if published.dp * published.cp == 1 and published.zero == 0:
         return (replicate(where(), over="dp"),)
     over = ("dp", "cp") if published.cp > 1 and published.zero else ("dp",)

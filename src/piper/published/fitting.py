@@ -18,19 +18,21 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from piper.published.scoring import Prediction
-from piper.published.table import Row
+from piper.published.scoring import RunPrediction
+from piper.published.table import PublishedRow
 from piper_ir.ground.errors import JobError
-from piper_simulator.cluster.constants import Constant
-from piper_simulator.cluster.stacks import Stack
+from piper_simulator import Stack, StackConstant
 
 LEAST_ROWS, LEAST_MODELS = 5, 2
 NOISE, RIDGE, ROUNDS, STEP = 0.05, 0.15, 3, 0.05
-"""The residual below which runs weigh the same; how far a constant is from its prior, about; repetitions; the change
-by which derivatives are taken."""
+"""The numbers of a fit, in this order.
+
+They are the residual below which runs weigh the same, the usual distance of a constant from its prior, the repetitions,
+and the change by which derivatives are taken.
+"""
 LINEAR = frozenset({"hidden"})
 """The constants that may be 0, whose change is not a factor."""
-Predictor = Callable[[Sequence[Row], Stack], Sequence[Prediction]]
+Predictor = Callable[[Sequence[PublishedRow], Stack], Sequence[RunPrediction]]
 """A function that predicts runs under a stack."""
 
 
@@ -47,7 +49,7 @@ class Fit:
     """
 
     stack: Stack
-    rows: tuple[Row, ...]
+    rows: tuple[PublishedRow, ...]
     before: float
     after: float
     derivatives: np.ndarray
@@ -60,7 +62,7 @@ class Fit:
         return f"fitted to {len(self.rows)} runs ({digest}), mean error {self.before:.1%} before and {self.after:.1%} after"
 
 
-def fit(rows: Sequence[Row], stack: Stack, free: Sequence[str], predict: Predictor) -> Fit:
+def fit(rows: Sequence[PublishedRow], stack: Stack, free: Sequence[str], predict: Predictor) -> Fit:
     """Return a stack with constants that fit runs.
 
     Args:
@@ -146,7 +148,7 @@ def _value(name: str, scaled: float) -> float:
     return scaled if name in LINEAR else math.exp(scaled)
 
 
-def _moved(one: Constant, step: float) -> float:
+def _moved(one: StackConstant, step: float) -> float:
     """Return a value near a constant's, within its range."""
     up = one.value * (1 + step) + (0.05 if one.value == 0 else 0.0)
     return up if up <= one.high else one.value / (1 + step)
@@ -163,7 +165,7 @@ def _with(stack: Stack, values: Mapping[str, float]) -> Stack:
     return replace(stack, constants={**stack.constants, **changed})
 
 
-def _residuals(rows: Sequence[Row], stack: Stack, predict: Predictor) -> np.ndarray:
+def _residuals(rows: Sequence[PublishedRow], stack: Stack, predict: Predictor) -> np.ndarray:
     """Return log(predicted / measured) of each run; raise JobError for one that cannot be predicted."""
     residuals = []
     for one in predict(rows, stack):

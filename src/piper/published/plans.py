@@ -21,13 +21,11 @@ from typing import Any
 import piper
 from piper.api.captures.kept_captures import kept_base
 from piper.published.convert import PublishedRun, row
-from piper.published.table import Row
+from piper.published.table import PublishedRow
 from piper_ir.ground.errors import PiperWarning
 from piper_ir.plan.plan import Plan
 from piper_ir.program.ops import Compute
-from piper_simulator.cluster.stacks import Stack
-from piper_simulator.durations.cost_model import work_of
-from piper_simulator.durations.device_model import DeviceModel
+from piper_simulator import DeviceModel, Stack, work_of
 
 SOURCES = (
     "piper_ir",
@@ -60,7 +58,7 @@ def folder() -> Path | None:
     return kept_base("plans", version())
 
 
-def plan_of(published: Row, stack: Stack | str | None = None) -> tuple[PublishedRun, Plan]:
+def plan_of(published: PublishedRow, stack: Stack | str | None = None) -> tuple[PublishedRun, Plan]:
     """Return a row without open fields as Piper says it, with its plan: from disk, or compiled and kept.
 
     Raises PiperError if the row cannot be said, or its strategy is not legal.
@@ -86,10 +84,10 @@ def plan_of(published: Row, stack: Stack | str | None = None) -> tuple[Published
     return run, plan
 
 
-def stage_times(published: Row) -> dict[str, Any]:
+def stage_times(published: PublishedRow) -> dict[str, Any]:
     """Return F, I and W of each stage and the seconds of a transfer, as a searched schedule asks for them.
 
-    They are those of a short ZB-H1 plan on the device without a software stack, so that a schedule does not depend on
+    They are of a short ZB-H1 plan on the device without a software stack, so that a schedule does not depend on
     constants that are fitted to it.
     """
     microbatches = published.pp

@@ -13,21 +13,19 @@ from itertools import combinations
 from statistics import fmean
 from typing import Any
 
-from piper.published.table import Row
+from piper.published.table import PublishedRow
 from piper_ir.ground.errors import PiperError
-from piper_simulator.cluster.stacks import Stack
-from piper_simulator.interval import step_interval
-from piper_simulator.period import held_and_reserved, period
+from piper_simulator import Stack, held_and_reserved, period, step_interval
 
 GIB = 2**30
 APART = 0.03
-"""Two rows are a pair for Kendall's tau if their measured times differ by more than this share."""
+"""The share by which the measured times of a pair of rows differ at least, for Kendall's tau."""
 HEADLINE = "measured"
 """The block whose rows count in headline means."""
 
 
 @dataclass(frozen=True)
-class Prediction:
+class RunPrediction:
     """Hold the prediction of a published run.
 
     Attributes:
@@ -36,12 +34,12 @@ class Prediction:
         low: the lower end of the interval of 80 %.
         high: its upper end.
         peak_gib: allocated memory of the fullest rank, the largest of the readings.
-        reserved_gib: what the allocator reserves for it.
+        reserved_gib: memory that the allocator reserves for it.
         stack: name of the software stack; "" if there is none for the row.
         refused: why the row cannot be predicted; "" if it is.
     """
 
-    row: Row
+    row: PublishedRow
     seconds: tuple[float, ...] = ()
     low: float = math.nan
     high: float = math.nan
@@ -66,7 +64,7 @@ class Prediction:
 
     @property
     def memory_error(self) -> float | None:
-        """Return the error of the peak, against what the row says: reserved where its note says so, else allocated."""
+        """Return the error of the peak, against the published one: reserved where its note says so, else allocated."""
         if not self.seconds or self.row.peak_gib is None:
             return None
         reserved = "reserved" in self.row.note
@@ -95,11 +93,11 @@ class Prediction:
 
 
 def predict(
-    published: Row,
+    published: PublishedRow,
     *,
     stack: Stack | str | None = None,
     memory: bool = True,
-) -> Prediction:
+) -> RunPrediction:
     """Return the prediction of a row.
 
     Args:
@@ -126,18 +124,18 @@ def predict(
                 reserved.append(taken / GIB)
             name = "" if cluster.device.stack is None else cluster.device.stack.name
     except PiperError as error:
-        return Prediction(published, refused=str(error))
-    return Prediction(
+        return RunPrediction(published, refused=str(error))
+    return RunPrediction(
         published, tuple(seconds), min(lows), max(highs), max(peaks), max(reserved), name
     )
 
 
 @dataclass(frozen=True)
-class Score:
-    """Hold the scores of some predictions; None where no row has what is scored.
+class SourceScore:
+    """Hold the scores of some predictions; None where no row has the measurement.
 
     Attributes:
-        name: what the rows have in common.
+        name: the source of the rows, with their block.
         n: rows that are predicted.
         refused: rows that are not.
         mean: mean of the absolute errors of the step.
@@ -167,13 +165,13 @@ class Score:
         return asdict(self)
 
 
-def score(name: str, predictions: Sequence[Prediction]) -> Score:
+def score(name: str, predictions: Sequence[RunPrediction]) -> SourceScore:
     """Return the scores of predictions, whose rows are of one source or block."""
     errors = [p.error for p in predictions if p.error is not None]
     sizes = sorted(map(abs, errors))
     memory = [abs(p.memory_error) for p in predictions if p.memory_error is not None]
     inside = [p.covered for p in predictions if p.covered is not None]
-    return Score(
+    return SourceScore(
         name,
         n=len(errors),
         refused=sum(bool(p.refused) for p in predictions),
@@ -224,14 +222,14 @@ class Scores:
         predictions: of all rows.
     """
 
-    sources: tuple[Score, ...]
+    sources: tuple[SourceScore, ...]
     macro: float | None
-    predictions: tuple[Prediction, ...] = field(repr=False)
+    predictions: tuple[RunPrediction, ...] = field(repr=False)
 
 
-def scores(predictions: Sequence[Prediction]) -> Scores:
+def scores(predictions: Sequence[RunPrediction]) -> Scores:
     """Return the scores of predictions by source and block, the headline block first."""
-    groups: dict[tuple[str, str], list[Prediction]] = {}
+    groups: dict[tuple[str, str], list[RunPrediction]] = {}
     for one in predictions:
         groups.setdefault((one.row.publisher, one.row.block), []).append(one)
     ordered = sorted(groups.items(), key=lambda item: item[0][1] != HEADLINE)

@@ -6,14 +6,14 @@ import math
 from dataclasses import replace
 
 from piper.published.scoring import predict
-from piper.published.table import Row
-from piper_simulator.cluster.stacks import Stack
+from piper.published.table import PublishedRow
+from piper_simulator import Stack
 
 CHANGE = 0.05
 """The share by which a constant is changed; that of hidden messages, which may be 0, changes by so much."""
 
 
-def sensitivities(row: Row, stack: Stack | None) -> dict[str, float]:
+def sensitivities(row: PublishedRow, stack: Stack | None) -> dict[str, float]:
     """Return by constant d log step / d log constant; of `hidden`, which may be 0, d log step / d hidden."""
     if stack is None or not stack.constants:
         return {}

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from piper_ir.tools import write_whole
-from piper_simulator.cluster.constants import Constant
-from piper_simulator.cluster.stacks import Stack
+from piper_simulator import Stack, StackConstant
 
 _TABLES = "\n[constants."
 
@@ -22,7 +21,7 @@ def write_stack(path: Path, stack: Stack, base: str) -> None:
     write_whole(path, facts + "\n" + "".join(tables))
 
 
-def _table(name: str, one: Constant) -> str:
+def _table(name: str, one: StackConstant) -> str:
     fitted = "fitted = true\n" if one.fitted else ""
     return (
         f"{_TABLES}{name}]\nvalue = {one.value:.4g}\nlow = {one.low:g}\nhigh = {one.high:g}\nprior = {one.prior:g}\n"

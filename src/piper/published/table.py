@@ -11,17 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from piper_ir.ground.errors import JobError
 
 Arch = Literal["gpt", "llama"]
-Schedule = Literal["none", "1f1b", "interleaved", "zb1p", "zb2p"]
-Recomputation = Literal["none", "selective", "full"]
+ScheduleWord = Literal["none", "1f1b", "interleaved", "zb1p", "zb2p"]
+RecomputedPart = Literal["none", "selective", "full"]
 _WORDS: Mapping[str, tuple[str, ...]] = {
     "arch": get_args(Arch),
-    "schedule": get_args(Schedule),
-    "recompute": get_args(Recomputation),
+    "schedule": get_args(ScheduleWord),
+    "recompute": get_args(RecomputedPart),
     "seq_parallel": ("yes", "no"),
     "tied": ("yes", "no"),
     "dtype": ("bf16", "fp16"),
@@ -37,7 +37,7 @@ COLUMNS = (
     "gpus", "gpus_per_node", "tp", "pp", "vpp", "cp", "dp", "zero", "schedule", "micro_batch", "global_batch",
     "recompute", "seq_parallel", "dtype", "step_s", "peak_gib", "note",
 )  # fmt: skip
-"""The columns of a table; docs/accuracy.md says what stands in each."""
+"""The columns of a table; docs/accuracy.md explains each."""
 _NEEDED = ("case", "arch", "hw", *_COUNTS)
 _DEFAULTS = {"block": "measured", "zero": "0", "schedule": "none", "recompute": "none"} | {
     "seq_parallel": "no", "tied": "no", "dtype": "bf16", "source": "", "note": "",
@@ -45,7 +45,7 @@ _DEFAULTS = {"block": "measured", "zero": "0", "schedule": "none", "recompute": 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class PublishedRow:
     """Hold one published run.
 
     Attributes:
@@ -100,10 +100,10 @@ class Row:
     cp: int
     dp: int
     zero: int
-    schedule: Schedule
+    schedule: ScheduleWord
     micro_batch: int | None
     global_batch: int
-    recompute: Recomputation
+    recompute: RecomputedPart
     seq_parallel: bool
     dtype: str
     step_s: float | None
@@ -123,7 +123,7 @@ class Row:
         return self.source.partition(";")[0].partition(" (")[0].strip() or "(no source)"
 
 
-def read_rows(path: Path, only: str = "*") -> list[Row]:
+def read_rows(path: Path, only: str = "*") -> list[PublishedRow]:
     """Return the rows of a table whose case fits the pattern `only`.
 
     Raises JobError with file, line and column for a field that cannot be read, and if no row fits.
@@ -152,7 +152,7 @@ def read_rows(path: Path, only: str = "*") -> list[Row]:
     return chosen
 
 
-def read_row(fields: Mapping[str, str | None], where: str = "row") -> Row:
+def read_row(fields: Mapping[str, str | None], where: str = "row") -> PublishedRow:
     """Return a row from its fields as text; raise JobError with `where` and the column."""
     texts = {k: (v or "").strip() for k, v in fields.items() if k is not None}
     said = {k: texts.get(k) or _DEFAULTS.get(k, "") for k in COLUMNS}
@@ -167,8 +167,10 @@ def read_row(fields: Mapping[str, str | None], where: str = "row") -> Row:
     plain = {name: said[name] for name in ("case", "source", "block", "hw", "note")}
     flags = {name: said[name] == "yes" for name in ("tied", "seq_parallel")}
     chosen = {name: said[name] for name in ("arch", "schedule", "recompute", "dtype")}
-    values = {**counts, **open_counts, **numbers, **plain, **flags, **chosen}
-    return Row(**values, zero=int(said["zero"]), stack=texts.get("stack", ""), fields=texts)  # type: ignore[arg-type]  # each is checked above
+    values: dict[str, Any] = {**counts, **open_counts, **numbers, **plain, **flags, **chosen}
+    return PublishedRow(
+        **values, zero=int(said["zero"]), stack=texts.get("stack", ""), fields=texts
+    )
 
 
 def _count(text: str, where: str, *, open_: bool) -> int | None:

@@ -1,18 +1,18 @@
-"""Show predictions of published runs: rows, scores by source, what a step consists of, and fitted constants."""
+"""Show predictions of published runs: rows, scores by source, the parts of a step, and fitted constants."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from piper.published.fitting import Fit
-from piper.published.scoring import Prediction, Score, Scores
-from piper.published.table import Row
+from piper.published.scoring import RunPrediction, Scores, SourceScore
+from piper.published.table import PublishedRow
 from piper_ir.tools import time_text
 from piper_report import Table, percent
-from piper_simulator.period import StepParts
+from piper_simulator import StepParts
 
 
-def prediction_table(predictions: Sequence[Prediction]) -> Table:
+def prediction_table(predictions: Sequence[RunPrediction]) -> Table:
     """Return a table of the rows, with refused ones at the end as notes."""
     rows = tuple(_row(p) for p in predictions if not p.refused)
     notes = tuple(f"{p.row.case}: {p.refused}" for p in predictions if p.refused)
@@ -30,7 +30,7 @@ def prediction_table(predictions: Sequence[Prediction]) -> Table:
     return Table("Published runs", columns, rows, notes)
 
 
-def _row(p: Prediction) -> tuple[str, ...]:
+def _row(p: RunPrediction) -> tuple[str, ...]:
     ends = sorted({time_text(min(p.seconds)), time_text(max(p.seconds))}, key=len)
     shown = (
         time_text(min(p.seconds))
@@ -63,7 +63,7 @@ def score_table(found: Scores) -> Table:
     return Table("Scores", columns, rows, notes)
 
 
-def _scored(s: Score) -> tuple[str, ...]:
+def _scored(s: SourceScore) -> tuple[str, ...]:
     return (
         s.name,
         str(s.n),
@@ -79,8 +79,10 @@ def _scored(s: Score) -> tuple[str, ...]:
     )
 
 
-def why_table(row: Row, cluster: str, parts: StepParts, changes: Mapping[str, float]) -> Table:
-    """Return a table of what a step consists of on the role that computes the longest, and of derivatives."""
+def why_table(
+    row: PublishedRow, cluster: str, parts: StepParts, changes: Mapping[str, float]
+) -> Table:
+    """Return a table of the parts of a step on the role that computes the longest, and of derivatives."""
     seconds = [*parts.kernels.items(), *parts.inside.items()]
     seconds += [("updates and others", parts.others), ("waiting, messages between", parts.waiting)]
     rows = [(name, time_text(s), percent(s / parts.period)) for name, s in seconds if s > 0]

@@ -12,6 +12,7 @@ from piper.views.explain_exchanges import exchanges
 from piper.views.explain_layouts import index_facts, layouts
 from piper.views.explain_recompute import recomputation
 from piper.views.explain_sharing import sharing
+from piper_compiler import tile_loss
 from piper_ir.ground.sizes import bind
 from piper_ir.plan.plan import Instr, Plan, RolePlan
 from piper_ir.plan.plan_bytes import bucket_bytes
@@ -33,10 +34,11 @@ def explain(compiled: Compiled) -> str:
     """Return the result of a strategy as text: directives, default order, roles, memory, communication, and capture."""
     sections = [
         _program(compiled),
-        _costs(compiled.plan),
+        _costs(compiled.plan, _tiled(compiled)),
         _directives(compiled),
         _order(compiled),
         _split_backwards(compiled),
+        _tiles(compiled),
         recomputation(compiled.plan),
         sharing(compiled.plan, compiled.graph.replication),
         layouts(compiled),
@@ -93,7 +95,28 @@ def _program(compiled: Compiled) -> str:
     return "\n".join(lines)
 
 
-def _costs(plan: Plan) -> str:
+def _tiled(compiled: Compiled) -> Chunk | None:
+    """Return the chunk whose loss is computed in tiles; None if there is none."""
+    directives = compiled.strategy.directives if compiled.strategy is not None else ()
+    if not any(isinstance(d, tile_loss) and d.tiles > 1 for d in directives):
+        return None
+    return next(c for c in compiled.plan.chunks if any(o.kind == "loss" for o in c.outputs))
+
+
+def _tiles(compiled: Compiled) -> str:
+    """Return the effect of tiles of the loss; "" without any."""
+    chunk = _tiled(compiled)
+    if chunk is None:
+        return ""
+    saved = [p for p in chunk.steps["F"].writes if p.startswith("saved")]
+    waiting = size_text(sum(bind(chunk.ports[p].nbytes, 0) for p in saved))
+    return (
+        f"loss in tiles: F of {chunk.id} makes the logits of one tile at a time, and their gradients; {waiting} wait "
+        f"for its backward"
+    )
+
+
+def _costs(plan: Plan, tiled: Chunk | None) -> str:
     """Return the assumptions of the costs, and how much of backward can be scheduled on its own."""
     kernels = [
         k for c in plan.chunks for sig in c.steps.values() for k in sig.cost.kernels if k.lowering
@@ -108,7 +131,7 @@ def _costs(plan: Plan) -> str:
             lines.append(
                 f"warning: under {FEW * 100:.0f} %: splitting backward into I and W gains little"
             )
-    if empty := [c.id for c in plan.chunks if _empty_weight_gradient(c)]:
+    if empty := [c.id for c in plan.chunks if c is not tiled and _empty_weight_gradient(c)]:
         lines.append(
             f"warning: W is empty, up to adding what I has computed, in chunks with parameters: "
             f"{', '.join(empty)};\n  an operator that returns the gradients of input and weight together runs in I"

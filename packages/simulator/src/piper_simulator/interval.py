@@ -2,7 +2,7 @@
 
 The width is a fact about predictions, not about a plan: `Stack.seen` of a stack with constants, found by leaving each
 run out of the fit in turn. Without such a stack it is UNSEEN, the width at which 80 % of the published runs lie inside
-when their device's constants are those of its own file (docs/accuracy.md).
+when their device's constants are the ones of its own file (docs/accuracy.md).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UNSEEN = 0.45
 
 
 @dataclass(frozen=True, slots=True)
-class StepInterval:
+class RunsInterval:
     """Hold an interval of a step's seconds.
 
     Attributes:
@@ -38,30 +38,27 @@ class StepInterval:
         """Return both ends, and whose runs they are of."""
         return f"{time_text(self.low)} to {time_text(self.high)}"
 
-    def text(self, step_s: float) -> str:
-        """Return the step with its interval in words."""
-        whose = f"published runs of {self.stack}" if self.stack else "published runs of any stack"
-        return f"{time_text(step_s)} ({time_text(self.low)} to {time_text(self.high)}: 80 % of {whose} fall inside)"
 
-
-def interval_of(plan: Plan, cluster: Cluster | None, step_s: float) -> StepInterval | None:
+def interval_of(plan: Plan, cluster: Cluster | None, step_s: float) -> RunsInterval | None:
     """Return the interval of a predicted step of a plan; None where times are given or measured on this machine."""
     if cluster is None or cluster.synchronous or given_only(plan):
         return None
     return step_interval(step_s, cluster)
 
 
-def step_interval(step_s: float, cluster: Cluster) -> StepInterval:
+def step_interval(step_s: float, cluster: Cluster) -> RunsInterval:
     """Return the interval of a predicted step on a cluster."""
     stack = cluster.device.stack
     known = stack is not None and stack.seen > 0
     width = stack.seen if stack is not None and known else UNSEEN
     name = stack.name if stack is not None and known else ""
-    return StepInterval(step_s / (1 + width), step_s * (1 + width), name)
+    return RunsInterval(step_s / (1 + width), step_s * (1 + width), name)
 
 
-def stack_advice(cluster: Cluster) -> tuple[str, ...]:
+def stack_advice(plan: Plan, cluster: Cluster | None) -> tuple[str, ...]:
     """Return a warning for a cluster whose kernels are of no stack with constants, with the names that there are."""
+    if cluster is None or given_only(plan):
+        return ()
     stack = cluster.device.stack
     here = stacks_of(cluster.device.name)
     if cluster.synchronous or not here or (stack is not None and stack.constants):

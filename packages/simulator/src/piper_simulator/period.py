@@ -1,8 +1,8 @@
-"""Predict the seconds of a plan's step and nothing else, for fits that ask many times; and what they consist of."""
+"""Predict the seconds of a plan's step and nothing else, for fits that ask many times; and the parts of it."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 
 from piper_ir.plan.plan import Plan
@@ -62,8 +62,8 @@ def step_parts(plan: Plan, cluster: Cluster) -> StepParts:
     whole = period(plan, cluster)
     for role in parts.roles:
         device = cluster.of(role.ranks[0])
-        kernels: Counter[str] = Counter()
-        inside: Counter[str] = Counter()
+        kernels: defaultdict[str, float] = defaultdict(float)
+        inside: defaultdict[str, float] = defaultdict(float)
         others = busy = 0.0
         for instr in role.program:
             work = next(works)
@@ -81,8 +81,8 @@ def step_parts(plan: Plan, cluster: Cluster) -> StepParts:
     return min(found, key=lambda f: f.waiting)
 
 
-def _step(plan: Plan, op: Compute, device: Device, kernels: Counter[str]) -> float:
-    """Return the seconds of a step, and add those of its kernels by kind."""
+def _step(plan: Plan, op: Compute, device: Device, kernels: defaultdict[str, float]) -> float:
+    """Return the seconds of a step, and add the ones of its kernels by kind."""
     chunk = plan.chunk(op.variant)
     stack = device.stack
     whole = stack is not None and stack.recomputed == "whole" and chunk.keep == "inputs"

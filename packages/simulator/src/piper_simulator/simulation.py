@@ -22,10 +22,10 @@ from piper_ir.tools import Brief, no_garbage_collection, size_text, time_text
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.named import load_cluster
 from piper_simulator.durations.checked import under_load
-from piper_simulator.durations.cost_model import CostModelFactory, given_only
+from piper_simulator.durations.cost_model import CostModelFactory
 from piper_simulator.durations.device_model import DeviceModel
 from piper_simulator.durations.expert_loads import ExpertLoad, GivenLoad, load_notes, load_of
-from piper_simulator.interval import StepInterval, interval_of, stack_advice
+from piper_simulator.interval import RunsInterval, interval_of, stack_advice
 from piper_simulator.memory.footprint import footprint
 from piper_simulator.memory.oom import KEPT, OomVerdict
 from piper_simulator.memory.role_devices import PeakMemory, peak_memory
@@ -66,9 +66,10 @@ class Simulation(Brief):
         bubble_s: the global bubble of each rank.
         peak_bytes: allocated, with the workspace of the kernels of the cluster's devices.
         device_bytes: peak_bytes with allocator, context and communicators.
-        held_bytes: what torch's allocator counts as allocated: peak_bytes with the buffers of the software stack.
-        reserved_bytes: what that allocator takes from the device.
-        interval: the interval in which 80 % of measured periods fall; None without a cluster.
+        held_bytes: allocated bytes as torch's allocator counts them: peak_bytes with the buffers of the software stack.
+        reserved_bytes: bytes that this allocator takes from the device.
+        interval: the interval in which 80 % of measured periods fall; None where durations are given or measured, or of
+            another cost model.
         peak_by_category: peak_bytes by category.
         slowed_s: how much longer the compute of a rank took because of messages beside it, the maximum over ranks; None
             if contention was not simulated.
@@ -103,7 +104,7 @@ class Simulation(Brief):
     limit_bytes: tuple[int | None, ...] = ()
     held_bytes: tuple[int, ...] = ()
     reserved_bytes: tuple[int, ...] = ()
-    interval: StepInterval | None = None
+    interval: RunsInterval | None = None
 
     def facts(self) -> Iterator[tuple[str, object]]:
         """Yield the headline: times, rates, and the memory of the fullest device."""
@@ -263,6 +264,12 @@ def simulate(
         memory = peak_memory(plan, parts, target, costs)
         run = _Run(plan, target, parts, durations, timed, memory, steps - 1)
         simulation = _folded(run, tokens_per_row or plan.tokens_per_row, model_flops_per_step)
+        if model is DeviceModel and costs is None:
+            simulation = replace(
+                simulation,
+                interval=interval_of(plan, target, simulation.period_s),
+                notes=(*simulation.notes, *stack_advice(plan, target)),
+            )
         if experts is None:
             return simulation
         worst_s = simulation.step_s
@@ -289,7 +296,6 @@ def _folded(
     rates = rates_of(plan, cluster, timed.period_s, tokens_per_row, model_flops_per_step)
     missing = without_formula(plan) if cluster is not None else {}
     more = *flop_notes(missing, rates.mfu, rates.hfu), *whole_notes(plan, cluster, step_s)
-    more = *more, *(() if given_only(plan) or cluster is None else stack_advice(cluster))
     notes = tuple(dict.fromkeys((*run.durations.notes, *rates.notes, *more)))
     run = replace(run, notes=_of_trace(cluster, notes))
     return Simulation(
@@ -313,7 +319,6 @@ def _folded(
         limit_bytes=tuple(run.memory.devices.limit(k) for k in order),
         held_bytes=tuple(used[k].held for k in order),
         reserved_bytes=tuple(used[k].reserved for k in order),
-        interval=interval_of(plan, cluster, timed.period_s),
         _run=run,
     )
 

@@ -20,7 +20,7 @@ _KINDS: tuple[tuple[EventKind, str], ...] = (
 )  # fmt: skip
 """The kinds by parts of kernels' names, the first that applies.
 
-The names are those of NCCL, RCCL, cuBLAS ("nvjet", "gemm"), CUTLASS, cuDNN, FlashAttention and ATen's operators.
+NCCL, RCCL, cuBLAS ("nvjet", "gemm"), CUTLASS, cuDNN, FlashAttention and ATen name their kernels so.
 """
 _PATTERNS = [(kind, re.compile(text, re.IGNORECASE)) for kind, text in _KINDS]
 

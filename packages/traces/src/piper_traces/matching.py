@@ -158,7 +158,7 @@ class WindowRow:
 
 @dataclass(frozen=True)
 class MatchedMessages:
-    """Hold the messages that plan and trace have in common, and those that only one of them has.
+    """Hold the messages that plan and trace have in common, and the messages of only one of them.
 
     Attributes:
         rows: messages of the plan by kind, with their counterparts in the trace.

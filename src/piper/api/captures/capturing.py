@@ -74,7 +74,7 @@ def rewritten(traced: Traced | Captured, request: CaptureRequest) -> Captured:
     """
     from piper_capture import with_layers, with_policies, with_shardings, with_tiles
 
-    with working("cutting the model at its layers"), no_garbage_collection():
+    with working("cutting the model at its layers"):
         captured = with_layers(traced, request.layers)
     write_first(traced)
     with no_garbage_collection():
@@ -248,10 +248,7 @@ def _capture(job: Job, evaluating: bool = False) -> Traced:
     from piper_runtime.rank import call_batch, of_outputs
 
     batch, dtypes = partial(call_batch, job.batch, 0), job.precision
-    with (
-        working("capturing the model in eval mode" if evaluating else "capturing the model"),
-        no_garbage_collection(),
-    ):
+    with working("capturing the model in eval mode" if evaluating else "capturing the model"):
         return trace(
             job.model,
             batch,

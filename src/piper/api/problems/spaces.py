@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from piper.api.captures.capturing import traced_job
@@ -36,6 +37,11 @@ KEPT = ("all", "products", "attention", "inputs")
 SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v")
 """The schedules of pipelines; zbv and dualpipe_v have two stages on each device, interleaved has `chunks`."""
 AXES = ("tp", "cp", "ep", "pp")
+KEPT_BYTES, SHARED_BYTES = 8, 8
+"""The bytes of a parameter and its gradient in float32, which each device keeps with zero=1, and of the two moments of
+Adam, which replicas share. They choose the first candidates of a search only."""
+FULL = 0.5
+"""The part of a device's memory that states may fill in the first candidate of a mesh with stages."""
 
 Sizes = tuple[int, ...]
 
@@ -77,6 +83,8 @@ class StrategySpace:
         sizes: the sizes of the axes tp, cp, ep and pp that are tried.
         rows: the rows of a microbatch that are tried.
         experts: whether the model has experts that an axis may share.
+        parameters: of the model.
+        memory_bytes: of the smallest device.
         fixed: values of parameters that are not tried, by name.
     """
 
@@ -86,6 +94,8 @@ class StrategySpace:
     sizes: Mapping[str, Sizes]
     rows: Sizes
     experts: bool = False
+    parameters: int = 0
+    memory_bytes: int = 0
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, trial: Any) -> Strategy:
@@ -120,7 +130,7 @@ class StrategySpace:
 
     @property
     def starts(self) -> tuple[dict[str, Any], ...]:
-        """Return the choices that a search tries first: published layouts, then each mesh in the least memory."""
+        """Return the choices that a search tries first: published layouts, then each mesh in little memory."""
         cells = list(self._cells())
         every = [*self._published(cells), *(self._least(at) for at in cells)]
         return tuple({frozenset(start.items()): start for start in every}.values())
@@ -132,8 +142,16 @@ class StrategySpace:
         yield from sorted(legal, key=lambda at: (at["cp"], at["tp"] * at["pp"], at["tp"], at["ep"]))
 
     def _least(self, at: Mapping[str, int]) -> dict[str, Any]:
-        """Return the choices with which a mesh holds least: all states shared, and all of a layer made again."""
-        states = {"zero": 3, "resident_mb": 0, "prefetch": 1, "bucket_mb": 100.0}
+        """Return the choices with which a mesh holds little: states shared, and all of a layer made again.
+
+        Beside stages only the optimizer's states are shared if the others fit: a pipeline with zero=3 gathers all
+        parameters for each microbatch, which is slow, and slow to compile.
+        """
+        own = self.parameters / (at["tp"] * at["pp"] * at["ep"])
+        sharing = self._replicas(at) // at["ep"] * at["cp"]
+        held = own * (KEPT_BYTES + SHARED_BYTES / max(1, sharing))
+        zero = 1 if at["pp"] > 1 and held <= FULL * self.memory_bytes else 3
+        states = {"zero": zero, "resident_mb": 0, "prefetch": 1, "bucket_mb": 100.0}
         rest = {"rows": self.rows[0], "keep": "inputs", "schedule": "1f1b", "sequence": True}
         return {**at, **rest, **states}
 
@@ -237,7 +255,11 @@ def space(job: Job, cluster: str | Cluster, **fixed: Any) -> StrategySpace:
             sizes[axis] = (fixed[axis],)
     rows = (fixed["rows"],) if "rows" in fixed else _divisors(job.global_batch, MOST_ROWS)
     rest = {name: value for name, value in fixed.items() if name not in (*AXES, "rows")}
-    return StrategySpace(devices, job.global_batch, layers, sizes, rows, traced.experts, rest)
+    parameters = sum(prod(p.shape) for p in traced.forward.params)
+    memory = min(kind.device.memory_bytes for kind in target.kinds)
+    return StrategySpace(
+        devices, job.global_batch, layers, sizes, rows, traced.experts, parameters, memory, rest
+    )
 
 
 def _powers(number: int, most: int) -> Sizes:

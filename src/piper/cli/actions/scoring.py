@@ -12,20 +12,19 @@ from piper.cli.accuracy_options import AccuracyArguments
 from piper.published.convert import cluster_of, readings, stack_named
 from piper.published.fitting import fit
 from piper.published.plans import plan_of
-from piper.published.scoring import Prediction, Scores, predict, scores
+from piper.published.scoring import RunPrediction, Scores, predict, scores
 from piper.published.sensitivity import sensitivities
 from piper.published.stack_file import write_stack
-from piper.published.table import Row, read_rows, write_rows
+from piper.published.table import PublishedRow, read_rows, write_rows
 from piper.views.accuracy_tables import fit_table, prediction_table, score_table, why_table
 from piper.views.display import show
 from piper_ir.ground.errors import JobError
 from piper_ir.tools import working
-from piper_simulator.cluster.stacks import Stack
-from piper_simulator.period import step_parts
+from piper_simulator import Stack, step_parts
 
 
 def accuracy(arguments: AccuracyArguments) -> int:
-    """Print the scores of a table's predictions, or what was asked for, and return the exit code."""
+    """Print the scores of a table's predictions, an explanation or a fit, and return the exit code."""
     a = arguments
     stack = None if a.stack is None else stack_named(a.stack)
     if a.why is not None:
@@ -70,7 +69,7 @@ def _numbers(found: Scores) -> dict[str, Any]:
 
 
 def _explained(a: AccuracyArguments, stack: Stack | None) -> int:
-    """Print what the step of one row consists of."""
+    """Print the parts of the step of one row."""
     row = read_rows(a.table, str(a.why))[0]
     reading = next(readings(row))
     run, plan = plan_of(reading, stack)
@@ -83,7 +82,7 @@ def _explained(a: AccuracyArguments, stack: Stack | None) -> int:
     return 0
 
 
-def _fitted(a: AccuracyArguments, rows: Sequence[Row], stack: Stack | None) -> int:
+def _fitted(a: AccuracyArguments, rows: Sequence[PublishedRow], stack: Stack | None) -> int:
     """Fit a stack to rows, write it, and print its constants."""
     assert a.fit is not None
     names = {s.name for s in (cluster_of(r).device.stack for r in rows) if s is not None}
@@ -95,7 +94,7 @@ def _fitted(a: AccuracyArguments, rows: Sequence[Row], stack: Stack | None) -> i
     start = stack or stack_named(names.pop())
     free = [name.strip() for name in a.free.split(",") if name.strip()]
 
-    def predicted(chosen: Sequence[Row], changed: Stack) -> list[Prediction]:
+    def predicted(chosen: Sequence[PublishedRow], changed: Stack) -> list[RunPrediction]:
         return list(map(partial(predict, stack=changed, memory=False), chosen))
 
     with working("fitting"):

@@ -22,6 +22,8 @@ START = 12
 LEADERS = 4
 """The number of candidates whose neighbours are tried; most neighbours of the first are tried first."""
 
+CONTINUOUS = 4
+"""The number of trials that differ in numbers without steps alone, before two other values are changed at once."""
 RETRIES = 20
 """The number of random points tried for one that is new."""
 
@@ -35,6 +37,9 @@ class GuidedSampler(BaseSampler):
     trials is blunt, and one step from a good candidate finds a better one. Neighbours change one value (then two) of a
     leader to one close by; none is tried twice, and a candidate that TPE proposes again is replaced. TPE samples the
     parameters that a changed value brings along.
+
+    Numbers without steps come last, since most of them make no difference of 1 %: they stay at a leader's values until
+    its neighbours in all else are tried, and then change `CONTINUOUS` times beside the same other values.
     """
 
     def __init__(self, seed: int) -> None:
@@ -60,7 +65,11 @@ class GuidedSampler(BaseSampler):
             return space
         seen = {frozenset(t.params.items()) for t in trials} | self._proposed
         if not trial.number % 2:
-            self._chosen = self._tpe.sample_relative(study, trial, space)
+            sampled = self._tpe.sample_relative(study, trial, space)
+            self._chosen = {
+                name: self._settled(study, name, space[name], value)
+                for name, value in sampled.items()
+            }
             if frozenset(self._chosen.items()) not in seen:
                 return space
         proposal = self._neighbour(leaders(done), seen) or self._anywhere(
@@ -85,7 +94,8 @@ class GuidedSampler(BaseSampler):
         param_name: str,
         param_distribution: BaseDistribution,
     ) -> Any:
-        return self._tpe.sample_independent(study, trial, param_name, param_distribution)
+        value = self._tpe.sample_independent(study, trial, param_name, param_distribution)
+        return self._settled(study, param_name, param_distribution, value)
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
         self._tpe.before_trial(study, trial)
@@ -95,18 +105,42 @@ class GuidedSampler(BaseSampler):
     ) -> None:
         self._tpe.after_trial(study, trial, state, values)
 
+    def _settled(self, study: Study, name: str, distribution: BaseDistribution, value: Any) -> Any:
+        """Return the best trial's value of a number without steps that is sampled beside others; else the value."""
+        trials = study.get_trials(deepcopy=False)
+        done = [t for t in trials if t.state in (TrialState.COMPLETE, TrialState.PRUNED)]
+        if (
+            not isinstance(distribution, FloatDistribution)
+            or distribution.step is not None
+            or len(done) < START
+            or not any(_discrete(t) for t in done)
+        ):
+            return value
+        held = next((t.params[name] for t in leaders(done) if name in t.params), value)
+        return held if distribution.low <= held <= distribution.high else value
+
     def _neighbour(
         self, among: Sequence[FrozenTrial], seen: set[Point]
     ) -> tuple[dict[str, Any], dict[str, BaseDistribution]] | None:
         """Return a point next to a leader, and its space."""
-        for steps in (1, 2):
+        for around in (
+            lambda leader: self._around(leader, 1, _discrete(leader)),
+            lambda leader: self._beside(leader, seen),
+            lambda leader: self._around(leader, 2, _discrete(leader)),
+            lambda leader: self._around(leader, 1, _continuous(leader)),
+            lambda leader: self._around(leader, 2, [*_discrete(leader), *_continuous(leader)]),
+        ):
             for leader in among:
-                options = [
-                    p for p in self._around(leader, steps) if frozenset(p.items()) not in seen
-                ]
+                options = [p for p in around(leader) if frozenset(p.items()) not in seen]
                 if options:
                     return self._random.choice(options), dict(leader.distributions)
         return None
+
+    def _beside(self, leader: FrozenTrial, seen: set[Point]) -> Iterator[dict[str, Any]]:
+        """Yield points that differ from a leader in numbers without steps alone, unless enough were tried."""
+        same = {(name, leader.params[name]) for name in _discrete(leader)}
+        if sum(same <= point for point in seen) <= CONTINUOUS:
+            yield from self._around(leader, 1, _continuous(leader))
 
     def _anywhere(
         self, like: FrozenTrial, seen: set[Point]
@@ -139,8 +173,10 @@ class GuidedSampler(BaseSampler):
                 )
         raise TypeError(f"no values are drawn from a {type(distribution).__name__}")
 
-    def _around(self, trial: FrozenTrial, steps: int) -> Iterator[dict[str, Any]]:
-        names = [n for n, d in trial.distributions.items() if not d.single()]
+    def _around(
+        self, trial: FrozenTrial, steps: int, names: Sequence[str]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the points that differ from a trial by one step in one or in two of the parameters."""
         for name in names:
             for value in self._close(trial.distributions[name], trial.params[name]):
                 point = {**trial.params, name: value}
@@ -177,6 +213,19 @@ class GuidedSampler(BaseSampler):
                     ]
                 return [v for v in near if low <= v <= high]
         return []
+
+
+def _is_continuous(distribution: BaseDistribution) -> bool:
+    return isinstance(distribution, FloatDistribution) and distribution.step is None
+
+
+def _discrete(trial: FrozenTrial) -> list[str]:
+    """Return the parameters of a trial that have values to choose from, without numbers that have no steps."""
+    return [n for n, d in trial.distributions.items() if not d.single() and not _is_continuous(d)]
+
+
+def _continuous(trial: FrozenTrial) -> list[str]:
+    return [n for n, d in trial.distributions.items() if not d.single() and _is_continuous(d)]
 
 
 def _categories(choices: Sequence[Any], value: Any) -> list[Any]:

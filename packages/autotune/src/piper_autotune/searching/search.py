@@ -7,7 +7,7 @@ were asked for, so that the same seed and the same n give the same study.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,6 +45,8 @@ PRUNED = 4
 """The number of candidates per trial that rules may reject for nothing; each one more costs a trial."""
 UNUSABLE = 1e6
 """The part of the limit by which a candidate without any plan counts as exceeding it: more than any with one."""
+BETWEEN = 3
+"""The number of proposals of which one is a start, once half of the trials are spent."""
 ATTRIBUTE = "piper"
 
 
@@ -77,7 +79,10 @@ class _Pending:
 
 @dataclass(eq=False)
 class StrategySearch:
-    """Run one search; `rows` hold the results by number, and `strategies` the strategy of each row that has one."""
+    """Run one search; `rows` hold the results by number, and `strategies` the strategy of each row that has one.
+
+    `starts` are choices by name that are tried before the sampler's; see `tune`.
+    """
 
     study: optuna.Study
     function: StrategyFunction
@@ -88,6 +93,7 @@ class StrategySearch:
     leaders: int = LEADERS
     progress: Callable[[SearchProgress], None] | None = None
     cases: JobCases | None = None
+    starts: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         self.rows: dict[int, Row] = {}
@@ -99,7 +105,8 @@ class StrategySearch:
         self._space = Space()
         self._known: dict[object, int] = {}
         self._pending: deque[_Pending] = deque()
-        self._spent = 0
+        self._spent = self._asked = 0
+        self._starts = deque(self.starts)
         self._ended = self._one_by_one = False
 
     def resume(self) -> None:
@@ -182,6 +189,9 @@ class StrategySearch:
 
     def _propose(self) -> bool:
         """Ask for one candidate, and hand it in unless a rule rejects it; return False when it is known."""
+        self._asked += 1
+        if self._starts and (2 * self._spent < self.trials or self._asked % BETWEEN == 0):
+            self.study.enqueue_trial(dict(self._starts.popleft()))
         trial = self.study.ask()
         try:
             strategy = self._space.strategy(self.function, trial)

@@ -63,7 +63,7 @@ def tune(
     Args:
         problem: the job, the cluster and the limit of the search.
         strategy: takes a trial, chooses with Optuna's `suggest_*`, and returns a Strategy. If it has `starts`, choices
-            by name, a new search tries these first, in at most half of its trials.
+            by name, a new search tries these first, in half of its trials, and the others in between.
         at_rows: as in `compile_program`.
         under: the program under policies of recomputation and shardings, at a number of rows.
         trials: candidates that are compiled and scored (or whose function raises). Known ones are free, and so are
@@ -103,9 +103,7 @@ def tune(
             study.sampler = GuidedSampler(
                 (seed + SEED_STEP * len(study.get_trials(deepcopy=False))) % (MOST_SEED + 1)
             )
-        if not study.get_trials(deepcopy=False):
-            for start in getattr(strategy, "starts", ())[: max(1, trials // 2)]:
-                study.enqueue_trial(start)
+        starts = () if study.get_trials(deepcopy=False) else getattr(strategy, "starts", ())
         ours = evaluator or (
             _evaluator(problem, programs, workers, timeout_s, modules)
             if cases is None
@@ -126,6 +124,7 @@ def tune(
                 leaders=max(LEADERS, confirm),
                 progress=progress,
                 cases=cases,
+                starts=tuple(starts),
             )
             search.resume()
             search.run()

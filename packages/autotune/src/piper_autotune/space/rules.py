@@ -122,7 +122,7 @@ class PruningRules:
     def _time(self, strategy: Strategy, sketch: Sketch, rows: int, known_s: float) -> Pruned | None:
         if known_s == float("inf"):
             return None
-        least, what = self._sketches.period_s(strategy, sketch, rows)
+        least, what = self._sketches.period_s(strategy, sketch, rows, known_s)
         if least <= known_s:
             return None
         text = f"its busiest {what} for {time_text(least)} per step; steps of {time_text(known_s)} are known"

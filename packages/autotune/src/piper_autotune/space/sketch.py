@@ -153,11 +153,14 @@ class Sketches:
         rows, rest = divmod(self._problem.global_batch, sketch.microbatches * sketch.replicas)
         return None if rest or rows < 1 else rows
 
-    def period_s(self, strategy: Strategy, sketch: Sketch, rows: int) -> tuple[float, str]:
+    def period_s(
+        self, strategy: Strategy, sketch: Sketch, rows: int, known_s: float = float("inf")
+    ) -> tuple[float, str]:
         """Return a lower bound of the seconds per step, and a text for its cause.
 
         A device runs its compute one after the other, and so does each stream its messages. It is 0 with a cost model
-        that does not promise that single steps are a bound; messages count with Piper's own model.
+        that does not promise that single steps are a bound; messages count with Piper's own model, unless compute
+        alone takes longer than `known_s`.
         """
         if not self._problem.bounds_steps:
             return 0.0, ""
@@ -167,7 +170,7 @@ class Sketches:
         steps = sketch.microbatches * max(
             sum(seconds[c] for c in sketch.names(chunks)) for chunks in sketch.roles.values()
         )
-        sent = self._messages_s(sketch, rows)
+        sent = self._messages_s(sketch, rows) if steps <= known_s else 0.0
         return max((steps, "device computes"), (sent, "stream communicates"))
 
     def state_bytes(self, sketch: Sketch) -> Mapping[str, int]:

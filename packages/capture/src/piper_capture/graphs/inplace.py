@@ -6,7 +6,7 @@ There are two rewrites of a step's graph. They also reduce the memory of a plan:
     all_reduce(a)                   -> all_reduce_(a)                  likewise, over all devices of an axis
     gelu_backward(g, x)             -> gelu_backward(g, x, grad_input=g)
     add_(acc, mm(a, b))             -> addmm_(acc, a, b)               the product is added to its accumulator
-    add_(acc, mul(x, s))            -> addcmul_(acc, x, s)             so is what an earlier step made, scaled
+    add_(acc, mul(x, s))            -> addcmul_(acc, x, s)             so is a scaled tensor of an earlier step
 
 An argument takes the result if it was made in this step, covers its whole storage (no slice, not expanded), has the
 result's spec and strides, shares no bytes with another argument, and has its last use here. Every element is computed
@@ -141,13 +141,16 @@ def add_products_in_place(step: StepGraph) -> None:
 def add_scaled_in_place(step: StepGraph) -> None:
     """Let a tensor of an earlier step that is only scaled and accumulated add to its accumulator directly."""
     for node in step.graph.find_nodes(op="call_function", target=aten.add_.Tensor):
-        accumulator, scaled = node.args
+        scaled = node.args[1]
         if not isinstance(scaled, fx.Node) or scaled.target is not aten.mul.Tensor:
             continue
-        tensor, scale = scaled.args
-        if not all(isinstance(n, fx.Node) for n in (accumulator, tensor, scale)):
+        terms = (node.args[0], *scaled.args)
+        accumulator, *factors = [n for n in terms if isinstance(n, fx.Node)]
+        if len(factors) < 2 or len(scaled.users) > 1:
             continue
-        given = accumulator.op == tensor.op == "placeholder" and len(scaled.users) == 1
-        if given and aliasing.tensor(scale).dim() == 0:
-            node.target, node.args = aten.addcmul_.default, (accumulator, tensor, scale)
+        if (
+            accumulator.op == factors[0].op == "placeholder"
+            and not aliasing.tensor(factors[1]).dim()
+        ):
+            node.target, node.args = aten.addcmul_.default, (accumulator, *factors)
             step.graph.erase_node(scaled)

@@ -76,7 +76,7 @@ def _gradients(backward: fx.Graph) -> list[fx.Node]:
 
 
 def _gradients_inside(step: StepGraph) -> list[fx.Node]:
-    """Return those of them that gradients of matrices need: none of the last ones, those of the rows, nor their sum."""
+    """Return the values that gradients of matrices need: none of the last ones, none of the rows, nor their sum."""
     written = zip(step.writes, step.graph.output_node().args[0], strict=True)  # type: ignore[arg-type]  # a tuple
     needed = ancestors(node for port, node in written if port.startswith("iw"))
     return [n for n in _gradients(step.graph) if n in needed]

@@ -123,7 +123,7 @@ def trace(
             in-place changes that cannot be made functional, batch statistics, autocast for one device, unregistered
             kernels, and chunks whose sizes are not affine in the rows.
     """
-    with _torch.CAPTURING:
+    with _torch.capturing():
         casts = Casts(dtype, reduce, keep or {}, wide=wide)
         options = ForwardOptions(casts, most, shared, statistics, metrics, evaluating)
         forward = capture_forward(model, batch, loss, options)
@@ -181,7 +181,7 @@ def capture(
 def with_experts(captured: Captured) -> Captured:
     """Return the capture of the same model, cut at the regions with the coordinate experts, too."""
     asked = captured.program.layers
-    with _torch.CAPTURING:
+    with _torch.capturing():
         pieces = cut(captured.forward, asked, experts=True)
         return assembled(captured.forward, pieces, captured.reduce, asked, captured.code)
 
@@ -213,7 +213,7 @@ def with_layers(traced: Traced | Captured, asked: tuple[str, ...]) -> Captured:
         return traced.assembled
     asked_capture = traced.layered.get(asked)
     if asked_capture is None:
-        with _torch.CAPTURING:
+        with _torch.capturing():
             pieces = cut(traced.forward, asked)
             same = pieces.layers == traced.layers
             asked_capture = (
@@ -283,7 +283,7 @@ class _Assembly:
 
     def captured(self, *, new: bool = True) -> Captured:
         """Return the capture; a `new` one may be refused, as models that combine rows are."""
-        with _torch.CAPTURING:
+        with _torch.capturing():
             return self._captured(new)
 
     def _captured(self, new: bool) -> Captured:

@@ -115,7 +115,7 @@ class ExpertChunks:
         return each.pop() if len(each) == 1 else 0
 
     def routed(self, sharing: tuple[tuple[str, int], ...]) -> Routed:
-        """Return how devices trade rows inside of chunks; those of the axes `sharing` share the tokens of a row."""
+        """Return how devices trade rows inside of chunks; devices along the axes `sharing` share the tokens of a row."""
         asked = self._asked
         axes = tuple(axis for axis, _ in asked.folded)
         return Routed(

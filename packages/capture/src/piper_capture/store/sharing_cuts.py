@@ -38,7 +38,7 @@ def with_seams(
             f"chunk; leave cut=True out, or train without dropout"
         )
     layers = captured.program.layers
-    with _torch.CAPTURING:
+    with _torch.capturing():
         pieces = {piece.region.id: piece for piece in cut(captured.forward, layers).pieces}
         shared: set[fx.Node] = set()
         ending: set[fx.Node] = set()

@@ -40,6 +40,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from piper_capture.torch_api.attributes import attribute_name
+from piper_ir.tools import no_garbage_collection
 
 pytree = _pytree
 """The module of torch that flattens nested containers."""
@@ -116,13 +117,19 @@ real_tensors = unset_fake_temporarily
 """A context that makes real tensors, even while a capture has a fake tensor mode active."""
 
 
-CAPTURING = threading.RLock()
-"""The lock that lets one capture run at a time: its changes to torch and user classes affect all threads."""
+_CAPTURING = threading.RLock()
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Let one capture run at a time, without garbage collection: it changes torch and user classes for all threads."""
+    with _CAPTURING, no_garbage_collection():
+        yield
 
 
 @contextmanager
 def own_settings() -> Iterator[None]:
-    """Set the Dynamo settings that a capture depends on, whatever the user has set. The caller holds `CAPTURING`."""
+    """Set the Dynamo settings that a capture depends on, whatever the user has set. The caller is `capturing`."""
     loggers = [
         logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch._guards")
     ]

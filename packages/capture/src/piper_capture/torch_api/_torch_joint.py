@@ -145,7 +145,7 @@ class _Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
-        if not isinstance(func, OpOverload) or func._schema.is_mutable:
+        if not isinstance(func, OpOverload) or func._schema.is_mutable or _has_effect(func):
             raise NotRecorded
         if autograd_would_have_decomposed(func, (*args, *kwargs.values())):
             with self:
@@ -185,6 +185,11 @@ class _Recording(TorchDispatchMode):
 
 META = ("stack_trace", "from_node", "partitioner_tag")
 """The meta of a node that comes from the node that runs: its line and name in the model, and its pass."""
+
+
+def _has_effect(op: OpOverload) -> bool:
+    """Return whether an op does more than its results show, so that it may not be dropped where nothing reads them."""
+    return singleton.find(op.name()).effect.effect is not None
 
 
 def _snapshot(value: Any) -> Any:

@@ -13,9 +13,11 @@ between two calls. And it treats two traces as equal that differ in keywords or 
 3. sources with one object in the trace have one object in the call, also the first source of an object that Dynamo
    met before the trace: it guards an object only there; tensors have the same sizes and dtypes, modules the same class
    and hooks, and they and other objects the same names of attributes in the same order;
-4. torch is in the same state (grad mode, autocast, default dtype, function modes), outside of other nested regions;
+4. torch is in the same state (grad mode, autocast, default dtype, function modes, coordinates of `region`), outside of
+   other nested regions;
 5. no object that existed before the capture changed since the trace, and none that the trace reads through its
-   arguments changed before it.
+   arguments changed before it. Tensors that a region stores in attributes of its arguments are left out: a call that
+   reuses the trace stores its own (`_torch_stores`), and its objects must not have changed before.
 
 Any other call is traced separately, and so is one that returns a list, which Dynamo would make a tuple. A model's
 tensors that a call reads become inputs of the graph afterwards.
@@ -35,6 +37,7 @@ from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import (
     ListVariable,
     TensorVariable,
+    UnspecializedNNModuleVariable,
     UserFunctionVariable,
     higher_order_ops,
     invoke_subgraph,
@@ -44,11 +47,13 @@ from torch._dynamo.variables.base import (
 )
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._guards import ChainedSource
+from torch.fx import traceback
 from torch.utils._ordered_set import OrderedSet
 
 from piper_capture.torch_api import _torch
 from piper_capture.torch_api._torch_arguments import properties_of, quickly, tensor_facts
-from piper_capture.torch_api._torch_changes import Changes
+from piper_capture.torch_api._torch_changes import Changes, RegionChange
+from piper_capture.torch_api._torch_stores import Stores
 
 HOOKS = frozenset(
     name
@@ -77,7 +82,10 @@ CONSTANTS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 def checked_reuse(tensors: Collection[int]) -> Iterator[None]:
     """Let Dynamo reuse traces under this module's conditions. `tensors` are ids of the model's tensors."""
     reuse = _Reuse(
-        frozenset(tensors), invoke_subgraph.save_reuse_entry, invoke_subgraph.stamp_out_subgraph
+        frozenset(tensors),
+        invoke_subgraph.save_reuse_entry,
+        invoke_subgraph.stamp_out_subgraph,
+        invoke_subgraph.is_reuse_eligible,
     )
     build, read = invoke_subgraph.build_reuse_condition, _Read()
 
@@ -102,6 +110,7 @@ def checked_reuse(tensors: Collection[int]) -> Iterator[None]:
         ),
         _torch.in_place(higher_order_ops, {"are_same_graph_modules": lambda *graphs: False}),
         _torch.in_place(SideEffects, reuse.changes.counted()),
+        _torch.in_place(UnspecializedNNModuleVariable, reuse.changes.stored()),
         _torch.in_place(MutationType, reuse.changes.dated()),
     ):
         yield
@@ -146,10 +155,16 @@ class _Reuse:
     """Replace the functions that reuse traces in Dynamo, for one capture."""
 
     def __init__(
-        self, tensors: frozenset[int], save: Callable[..., None], stamp_out: Callable[..., Any]
+        self,
+        tensors: frozenset[int],
+        save: Callable[..., None],
+        stamp_out: Callable[..., Any],
+        eligible: Callable[..., bool],
     ) -> None:
         self.changes = Changes()
         self._tensors, self._save, self._stamp_out = tensors, save, stamp_out
+        self._eligible = eligible
+        self._stored: Sequence[RegionChange] = ()
         self._traces: list[_Trace] = []
         self._found: tuple[_Trace, _Values] | None = None
 
@@ -157,14 +172,29 @@ class _Reuse:
         """Return the replacements by name in Dynamo's module."""
         return {
             "find_reuse_match": self.find,
+            "is_reuse_eligible": self.eligible,
             "save_reuse_entry": self.save,
             "stamp_out_subgraph": self.stamp_out,
         }
 
+    def eligible(
+        self, tx: Any, result: Any, fingerprint: Any, info: Any, sources: Any, **kwargs: Any
+    ) -> bool:
+        """Return whether a trace may be reused: it changes nothing, or stores tensors in its arguments' modules."""
+        changes, roots = self.changes.of_region(), frozenset(fingerprint.arg_sources) - {None}
+        items = [item for change in changes for item in change.items]
+        self._stored = ()
+        if changes and all(change.stores_tensor and change.first for change in changes):
+            own = OrderedSet(item.source for item in items)
+            if all(_depends(source, roots) for source in own):
+                self._stored, info = changes, replace(info, side_effect_stack=None)
+                sources = sources - own
+        return self._eligible(tx, result, fingerprint, info, sources, **kwargs)
+
     def save(
         self, tx: Any, fn_var: Any, fingerprint: Any, *args: Any, condition: Any, **kwargs: Any
     ) -> None:
-        """Keep a trace that Dynamo found free of side effects."""
+        """Keep a trace that may be reused."""
         self._save(tx, fn_var, fingerprint, *args, condition=condition, **kwargs)
         self.changes.after_trace()
         if any(isinstance(argument, ListVariable) for argument in args):  # the return values
@@ -172,12 +202,25 @@ class _Reuse:
         cache = tx.output.tracing_context.hop_dispatch_set_cache.get_cache(_torch.INVOKE)
         _, entry = cache.subgraph_reuse_cache[invoke_subgraph.get_fn_code(fn_var)][-1]
         moment = _Moment.now(tx, fn_var, self.changes.number)
-        if moment is not None:
-            self._traces += _trace(tx, fingerprint, condition, entry, moment, self._changed(tx))
+        if moment is None:
+            return
+        stored = {item.source for change in self._stored for item in change.items}
+        changed = [
+            _value(tx, source, {}) for source in self.changes.sources() if source not in stored
+        ]
+        stores = Stores.of(self._stored, entry.body_gmod.graph, args)
+        self._traces += (
+            replace(trace, stores=stores)
+            for trace in _trace(tx, fingerprint, condition, entry, moment, changed)
+        )
 
     def find(self, tx: Any, fn_var: Any, fingerprint: Any) -> Any:
         """Return the trace that can be reused for a call, or None."""
-        moment, changed = _Moment.now(tx, fn_var, self.changes.number), self._changed(tx)
+        moment = _Moment.now(tx, fn_var, self.changes.number)
+        changed, uncounted = (
+            [_value(tx, source, {}) for source in sources]
+            for sources in (self.changes.sources(), self.changes.sources(uncounted=True))
+        )
         arguments = properties_of(fingerprint)
         for trace in self._traces:
             if (
@@ -188,14 +231,10 @@ class _Reuse:
                 values = _Values(
                     tx, trace.elsewhere, zip(trace.sources, fingerprint.arg_sources, strict=True)
                 )
-                if trace.holds(values, changed):
+                if trace.holds(values, changed, uncounted):
                     self._found = trace, values
                     return trace.entry
         return None
-
-    def _changed(self, tx: Any) -> list[Any]:
-        """Return the objects that existed before the capture and have changed."""
-        return [_value(tx, source, {}) for source in self.changes.sources]
 
     def stamp_out(self, tx: Any, fingerprint: Any, entry: Any) -> Any:
         """Add a call of the trace's graph.
@@ -219,7 +258,9 @@ class _Reuse:
                 captured.append((position, value, node.meta["example_value"]))
             else:
                 kept.append(origin)
-        result = self._stamp_out(tx, fingerprint, replace(entry, subgraph_input_mapping=kept))
+        entry = replace(entry, subgraph_input_mapping=kept)
+        with self.changes.uncounted():
+            result = trace.stores.again(self._stamp_out, tx, fingerprint, entry)
         first = result if isinstance(result, TensorVariable) else result.items[0]
         [call] = first.as_proxy().node.all_input_nodes
         call.meta[_torch.CAPTURED] = captured
@@ -246,10 +287,16 @@ class _Values:
     def __call__(self, source: Any) -> Any:
         return _value(self._tx, source, self._found)
 
-    def include(self, objects: Iterable[Any]) -> bool:
-        """Return whether one of the objects was read on the way from the arguments to the values of the trace."""
+    def include(self, objects: Iterable[Any], uncounted: Iterable[Any] = ()) -> bool:
+        """Return whether the trace reads one of the objects.
+
+        Those that are not among the `uncounted` count on the way from the arguments to its values alone.
+        """
         met = {id(value) for source, value in self._found.items() if source not in self._elsewhere}
-        return any(id(value) in met for value in objects)
+        read = {id(value) for value in self._found.values()}
+        return any(id(value) in met for value in objects) or any(
+            id(value) in read for value in uncounted
+        )
 
 
 @dataclass(frozen=True)
@@ -263,6 +310,7 @@ class _Moment:
     function: Any
     changes: int
     modes: tuple[Any, ...]
+    coordinates: Mapping[str, Any]
     state: Any = field(compare=False)
 
     @staticmethod
@@ -281,6 +329,7 @@ class _Moment:
             fn_var.get_function(),
             changes,
             modes,
+            dict(traceback.current_meta.get("custom") or {}),
             torch._C._dynamo.guards.GlobalStateGuard(),
         )
 
@@ -298,6 +347,7 @@ class _Trace:
         reads: all sources that it read, its arguments among them.
         objects: the identities and properties of the values there, from `_objects`.
         modules: (source, id) of the modules among them.
+        stores: the tensors that it stores.
     """
 
     entry: Any
@@ -309,9 +359,13 @@ class _Trace:
     reads: tuple[Any, ...]
     objects: tuple[Any, ...]
     modules: tuple[tuple[Any, str], ...]
+    stores: Stores = field(default_factory=Stores)
 
-    def holds(self, values: _Values, changed: Sequence[Any]) -> bool:
-        """Return whether conditions 2 and 3 hold, and 5 for the objects in `changed`."""
+    def holds(self, values: _Values, changed: Sequence[Any], uncounted: Sequence[Any]) -> bool:
+        """Return whether conditions 2 and 3 hold, and 5 for the objects in `changed`.
+
+        No object in `uncounted` may be read in any way: they changed since the trace.
+        """
         try:
             guarded = all(
                 check(values(source), expected) for source, check, expected in self.guards
@@ -319,7 +373,7 @@ class _Trace:
             return (
                 guarded
                 and self.objects == _objects(values, self.reads, self.sources)
-                and not values.include(changed)
+                and not values.include(changed, uncounted)
             )
         except Exception:  # of any kind, from a missing attribute or from a value of another type than a guard expects
             return False

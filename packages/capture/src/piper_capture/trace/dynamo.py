@@ -198,7 +198,7 @@ def capture_forward(
 ) -> Forward:
     """Trace `loss(model(inputs), targets)` once; raise CaptureError, with the user's line, if it cannot be captured."""
     options = options or ForwardOptions()
-    with _torch.CAPTURING:
+    with _torch.capturing():
         first = _made(model, batch, loss, options)
         exact = _exact(first, options.casts)
         if not exact:

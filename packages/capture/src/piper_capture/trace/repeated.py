@@ -6,8 +6,7 @@ layer it is only checked that a trace would give the same graph (`_torch_reuse`)
 again. Afterwards these calls get the weights of their own layers and are replaced by copies of the called graphs, with
 the module stacks of their own layers. The result is equal to the graph of a plain trace.
 
-If this fails, or if the code sets coordinates by `region` (Dynamo's checks do not cover them), the model is traced
-plainly.
+If this fails, the model is traced plainly.
 """
 
 from __future__ import annotations
@@ -88,14 +87,10 @@ def flatten(module: fx.GraphModule) -> None:
     for call in calls:
         name = call.args[0].target
         body: fx.Graph = getattr(module, name).graph
-        if any("custom" in node.meta for node in (call, *body.nodes)):
-            raise NotFlat("coordinates are written in the code")
         _inline(graph, call, body, first.setdefault(name, call))
     for node in graph.find_nodes(op="get_attr"):
         if not node.users and isinstance(getattr(module, str(node.target), None), fx.GraphModule):
             graph.erase_node(node)
-    if any("custom" in node.meta for node in graph.nodes):
-        raise NotFlat("coordinates are written in the code")
 
 
 def _stack(node: fx.Node, call: fx.Node, traced: fx.Node) -> dict[str, Any]:

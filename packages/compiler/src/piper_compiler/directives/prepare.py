@@ -1,4 +1,4 @@
-"""Collect what the directives of a strategy ask of the capture, before there is a graph.
+"""Collect the requests of a strategy's directives to the capture, before there is a graph.
 
 Some of a strategy changes the code of chunks, and code is rewritten where the model was captured: `partition(layers=)`
 chooses the modules that are layers, `shard` divides ops among devices, `tile_loss` makes a loop of the loss, and
@@ -44,7 +44,7 @@ class CaptureRequest:
 
 @dataclass(frozen=True)
 class Preparation:
-    """Hold what a directive may read when it prepares.
+    """Hold the facts that a directive may read when it prepares.
 
     Attributes:
         mesh: the mesh of the strategy.
@@ -63,7 +63,7 @@ class Preparation:
 class Preparing(Protocol):
     """Describe a directive that asks something of the capture.
 
-    `prepare` returns the request with what it adds, or raises DirectiveError. It is called in the order written,
+    `prepare` returns the request with its additions, or raises DirectiveError. It is called in the order written,
     before `check`.
     """
 
@@ -73,7 +73,7 @@ class Preparing(Protocol):
 def capture_request(
     mesh: Mesh, directives: Iterable[Directive], program: Program
 ) -> CaptureRequest:
-    """Return what a strategy asks of the capture whose program with the usual layers is `program`."""
+    """Return the request of a strategy to the capture whose program with the usual layers is `program`."""
     written = tuple(directives)
     request = CaptureRequest()
     if any(map(_selects_layers, written)) and lacks_layers(program, 1):

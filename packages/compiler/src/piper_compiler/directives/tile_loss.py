@@ -6,8 +6,8 @@
 Legality
  1. tiles is an integer of at least 1; with 1 nothing changes.
  2. It stands once.
- 3. The program is of a captured model, whose loss is torch's cross_entropy, as a sum or a mean, of what a linear layer
-    makes, with element-wise operations between them at most, and no other use of the logits.
+ 3. The program is of a captured model. Its loss is torch's cross_entropy, as a sum or a mean, of a linear layer's
+    output, with element-wise operations between them at most, and no other use of the logits.
  4. The tiles divide the tokens of a row on each device.
 """
 

@@ -10,7 +10,7 @@ import yaml
 from piper_interop.accelerate.units import layer_parameters, megabytes
 from piper_interop.deepspeed.export import export as export_deepspeed
 from piper_interop.neutral.described import JobDescription
-from piper_interop.neutral.missing import lacks
+from piper_interop.neutral.missing import lacks, shared_limits
 from piper_interop.neutral.system import Exported
 
 LAUNCH, ARGUMENTS, DEEPSPEED = "accelerate_config.yaml", "training_args.json", "ds_config.json"
@@ -63,32 +63,17 @@ def _by_deepspeed(described: JobDescription) -> Exported:
 
 def _impossible(described: JobDescription) -> list[str]:
     layout = described.layout
-    lines = []
-    if layout.pp > 1:
-        lines.append(
-            f"pp={layout.pp}: Accelerate has no pipeline for training; nearest: pp=1, zero=3"
-        )
-    if layout.sequence and layout.tp > 1:
-        lines.append("sequence parallelism over tp; nearest: tp without it")
+    lines = shared_limits(described, "Accelerate has no pipeline for training", "tp without it")
     if layout.ep > 1:
         lines.append(
             f"ep={layout.ep}; nearest: ep=1, with experts sharded as all parameters (zero=3)"
         )
     if layout.tp * layout.cp > 1 and not layout.zero:
         lines.append("tp or cp with whole states; nearest: zero=3")
-    if layout.cp > 1 and layout.zero and not layout.over_cp:
-        lines.append("states that are whole along cp; nearest: states sharded over dp and cp")
     if layout.zero and layout.dp * layout.cp == 1:
         lines.append("zero=3 over one device; nearest: zero=0")
     if described.params != "float32":
         lines.append(f"params={described.params}: the script loads the weights; nearest: float32")
-    lines += [
-        f'keep="{part.keep}" of {"all" if part.layers is None else part.layers} layers; nearest: "inputs" of all layers'
-        for part in described.recompute
-        if part.keep != "inputs"
-        or part.layers not in (None, described.sizes.fields["layers"])
-        or part.group > 1
-    ]
     return lines
 
 

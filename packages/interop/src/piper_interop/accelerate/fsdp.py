@@ -167,7 +167,10 @@ MESH: dict[str, OptionSpec] = {
     "cp_handler": (ANY, Ignored("asks for nothing")),
     "cp_handler.cp_comm_strategy": (one_of("allgather", "alltoall"), Mapped("cp")),
     "sp_handler": (ANY, Ignored("asks for nothing")),
-    "sp_handler.*": (ANY, Ignored("kernels and lengths, which --length says")),
+    **{
+        f"sp_handler.{name}": (ANY, Ignored("kernels and lengths, which --length says"))
+        for name in ("sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation")
+    },
 }
 """The sizes of the mesh by their names without a prefix."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from piper_interop.neutral.described import JobDescription
 from piper_interop.neutral.documents import nested
-from piper_interop.neutral.missing import lacks
+from piper_interop.neutral.missing import lacks, shared_limits
 from piper_interop.neutral.system import Exported
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -27,19 +27,13 @@ def export(described: JobDescription) -> Exported:
 
 def _impossible(described: JobDescription) -> list[str]:
     layout = described.layout
-    lines = []
-    if layout.pp > 1:
-        lines.append(
-            f"pp={layout.pp}: stages are in the script (PipelineModule, 1F1B only); nearest: pp=1, zero=3"
-        )
-    if layout.sequence and layout.tp > 1:
-        lines.append(
-            "sequence parallelism over tp; nearest: tp without it, or cp with attention by heads"
-        )
+    lines = shared_limits(
+        described,
+        "stages are in the script (PipelineModule, 1F1B only)",
+        "tp without it, or cp with attention by heads",
+    )
     if layout.cp > 1 and layout.attention != "heads":
         lines.append(f'attention="{layout.attention}" over cp; nearest: "heads" (Ulysses)')
-    if layout.cp > 1 and layout.zero and not layout.over_cp:
-        lines.append("states that are whole along cp; nearest: states sharded over dp and cp")
     if layout.dp_replicate > 1 and layout.zero:
         lines.append(
             f"hybrid sharding (rep={layout.dp_replicate}); nearest: one group, dp={layout.replicas}"
@@ -52,13 +46,6 @@ def _impossible(described: JobDescription) -> list[str]:
         )
     if layout.prefetch is not None and layout.prefetch > 1 and layout.zero == 3:
         lines.append(f"prefetch={layout.prefetch}; nearest: 1")
-    lines += [
-        f'keep="{part.keep}" of {"all" if part.layers is None else part.layers} layers; nearest: "inputs" of all layers'
-        for part in described.recompute
-        if part.keep != "inputs"
-        or part.layers not in (None, described.sizes.fields["layers"])
-        or part.group > 1
-    ]
     if (described.params, described.compute) not in _PRECISIONS:
         lines.append(
             f"params={described.params} with compute={described.compute}; nearest: bf16 over float32"

@@ -109,13 +109,30 @@ SEARCHED: dict[str, OptionSpec] = _section(
     SEARCH,
 )  # fmt: skip
 
+SAMPLED_SECTIONS = {
+    "data_sampling": "enabled num_epochs num_workers pin_memory curriculum_learning",
+    "data_sampling.curriculum_learning": "enabled data_cluster_path curriculum_metrics curriculum_metrics.*",
+    "data_sampling.dynamic_batching": "enabled metrics_path lr_scaling_method min_batch_size max_batch_size "
+    "sequence_picking_order max_tokens verbose",
+    "data_routing": "enabled random_ltd",
+    "data_routing.random_ltd": "enabled total_layer_num random_ltd_layer_num random_ltd_layer_id model_mask_name "
+    "model_type micro_batch_size global_batch_size hidden_state_order",
+    "data_routing.random_ltd.random_ltd_schedule": "min_value max_value schedule_type schedule_config.seq_per_step "
+    "schedule_config.require_steps",
+    "data_routing.random_ltd.layer_token_lr_schedule": "enabled total_layer_tokens warmup_type warmup_layer_tokens",
+}
+"""The sections of `data_efficiency` with their options; the user names the metrics of a curriculum."""
+
 SAMPLING: dict[str, OptionSpec] = {
     "data_efficiency.enabled": (BOOL, SAMPLED),
     "data_efficiency.seed": (INT, DATA),
     "data_efficiency.data_sampling": (OBJECT, DATA),
-    "data_efficiency.data_sampling.*": (ANY, SAMPLED),
     "data_efficiency.data_routing": (OBJECT, DATA),
-    "data_efficiency.data_routing.*": (ANY, SAMPLED),
+    **{
+        f"data_efficiency.{section}.{name}": (ANY, SAMPLED)
+        for section, names in SAMPLED_SECTIONS.items()
+        for name in names.split()
+    },
 }
 
 GENERATION: dict[str, OptionSpec] = {
@@ -131,11 +148,29 @@ GENERATION: dict[str, OptionSpec] = {
     "replace_method": (TEXT, KERNELS),
 }  # fmt: skip
 
-REMOVED_SECTIONS = (
-    "nebula", "compression_training", "amp", "quantize_training", "sparse_gradients", "eigenvalue",
-    "sparse_attention", "elasticity", "graph_harvesting", "curriculum_learning", "progressive_layer_drop",
-)  # fmt: skip
-"""The sections that DeepSpeed 0.19 refuses, too; a section that is off asks for nothing."""
+REMOVED_SECTIONS = {
+    "nebula": "enabled persistent_storage_path persistent_time_interval num_of_version_in_retention enable_nebula_load "
+    "load_path",
+    "amp": "enabled opt_level loss_scale cast_model_type cast_model_outputs patch_torch_functions "
+    "keep_batchnorm_fp32 master_weights num_losses verbosity min_loss_scale max_loss_scale",
+    "quantize_training": "enabled quantize_verbose quantizer_kernel quantize-algo quantize_type rounding quantize_bits "
+    "start_bits target_bits quantize_schedule quantize_period schedule_offset quantize_groups fp16_mixed_quantize "
+    "quantize_change_ratio quantize_eigenvalue",
+    "eigenvalue": "enabled verbose max_iter tol stability gas_boundary_resolution layer_name layer_num",
+    "sparse_attention": "mode block different_layout_per_head num_local_blocks num_global_blocks attention "
+    "horizontal_global_attention num_different_global_patterns num_random_blocks local_window_blocks "
+    "global_block_indices global_block_end_indices num_sliding_window_blocks",
+    "elasticity": "enabled max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time version "
+    "ignore_non_elastic_batch_info prefer_larger_batch num_gpus_per_node model_parallel_size",
+    "curriculum_learning": "enabled curriculum_type min_difficulty max_difficulty schedule_type schedule_config "
+    "schedule_config.total_curriculum_step schedule_config.difficulty_step schedule_config.root_degree "
+    "schedule_config.difficulty schedule_config.max_step",
+    "progressive_layer_drop": "enabled theta gamma",
+    "sparse_gradients": "",
+    "graph_harvesting": "",
+    "compression_training": "*",  # techniques, each with groups that the user names
+}
+"""The sections that DeepSpeed 0.19 refuses, too, with their options; a section that is off asks for nothing."""
 
 
 def _on(section: str) -> OptionRow:
@@ -150,7 +185,11 @@ def _on(section: str) -> OptionRow:
 
 GONE: dict[str, OptionSpec] = {
     **{section: (ANY, REMOVED) for section in REMOVED_SECTIONS},
-    **{f"{section}.*": (ANY, _on(section)) for section in REMOVED_SECTIONS},
+    **{
+        f"{section}.{name}": (ANY, _on(section))
+        for section, names in REMOVED_SECTIONS.items()
+        for name in names.split()
+    },
 }
 
 OTHER = {**MONITORS, **CHECKPOINTED, **SEARCHED, **SAMPLING, **GENERATION, **GONE}

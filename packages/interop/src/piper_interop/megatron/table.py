@@ -5,12 +5,13 @@ The names are of commit d98e8a64, August 2026; older spellings that its parser s
 
 from __future__ import annotations
 
+from piper_interop.megatron.names import NAMES
 from piper_interop.megatron.table_aside import ASIDE
 from piper_interop.megatron.table_model import MODEL
 from piper_interop.megatron.table_strategy import STRATEGY
-from piper_interop.neutral.options import OptionTable
+from piper_interop.neutral.options import OptionTable, spelled
 
-TABLE: OptionTable = {**ASIDE, **MODEL, **STRATEGY}
+TABLE: OptionTable = spelled({**ASIDE, **MODEL, **STRATEGY}, NAMES)
 
 STAND_INS = {
     "bf16": "fp8, fp4 and fp16 are taken as bfloat16",

@@ -38,3 +38,29 @@ def lacks(system: str, described: JobDescription, impossible: Sequence[str]) -> 
         raise JobError(
             f"{described.name}: {system} cannot do {len(impossible)} parts of this strategy\n{lines}"
         )
+
+
+def shared_limits(described: JobDescription, no_pipeline: str, no_sequence: str) -> list[str]:
+    """Return the parts of a job that neither Accelerate nor DeepSpeed can do: stages, states along cp, kept tensors.
+
+    Args:
+        described: the job.
+        no_pipeline: the words for stages, behind "pp=N: ".
+        no_sequence: the nearest of sequence parallelism over tp.
+    """
+    layout = described.layout
+    lines = []
+    if layout.pp > 1:
+        lines.append(f"pp={layout.pp}: {no_pipeline}; nearest: pp=1, zero=3")
+    if layout.sequence and layout.tp > 1:
+        lines.append(f"sequence parallelism over tp; nearest: {no_sequence}")
+    if layout.cp > 1 and layout.zero and not layout.over_cp:
+        lines.append("states that are whole along cp; nearest: states sharded over dp and cp")
+    lines += [
+        f'keep="{part.keep}" of {"all" if part.layers is None else part.layers} layers; nearest: "inputs" of all layers'
+        for part in described.recompute
+        if part.keep != "inputs"
+        or part.layers not in (None, described.sizes.fields["layers"])
+        or part.group > 1
+    ]
+    return lines

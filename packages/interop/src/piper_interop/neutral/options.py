@@ -5,8 +5,9 @@ An option that no row names is an error: nothing is ignored in silence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -129,7 +130,7 @@ def judge(
     judgement = Judgement(**{name: tuple(lines) for name, lines in kinds.items()})
     unknown = () if skip_unknown else judgement.unknown
     if unknown or judgement.refused:
-        raise JobError(_complaint(foreign, unknown, judgement.refused))
+        raise JobError(_complaint(foreign, table, unknown, judgement.refused))
     return judgement
 
 
@@ -157,6 +158,19 @@ def nearest_name(names: Collection[str], option: str) -> str:
     if option in names:
         return option
     return max((name for name in names if fnmatchcase(option, name)), key=len, default="")
+
+
+def spelled(table: OptionTable, names: Iterable[str]) -> OptionTable:
+    """Return a table in which patterns stand for these names alone, so that a misspelt name has no row.
+
+    Patterns that match none of the names stay: their options are keys that a user chooses.
+    """
+    rows = {name: nearest_name(table, name) for name in names}
+    used = {pattern for name, pattern in rows.items() if pattern and pattern != name}
+    return {
+        **{name: row for name, row in table.items() if name not in used},
+        **{name: table[pattern] for name, pattern in rows.items() if pattern},
+    }
 
 
 def _concerns(row: OptionRow, value: Any, foreign: Foreign) -> bool:
@@ -188,12 +202,22 @@ def _written(foreign: Foreign, name: str) -> str:
 
 
 def _complaint(
-    foreign: Foreign, unknown: tuple[OptionVerdict, ...], refused: tuple[OptionVerdict, ...]
+    foreign: Foreign,
+    table: OptionTable,
+    unknown: tuple[OptionVerdict, ...],
+    refused: tuple[OptionVerdict, ...],
 ) -> str:
     lines = [f"{foreign.source}: {len(unknown) + len(refused)} options of this job stop its import"]
     lines += [
-        f"  {line.text}: no such option of {foreign.system} is known here; mend its name, or give --skip-unknown"
+        f"  {line.text}: no such option of {foreign.system} is known here"
+        f"{_near(table, line.option)}; mend its name, or give --skip-unknown"
         for line in unknown
     ]
     lines += [f"  {line.text}" for line in refused]
     return "\n".join(lines)
+
+
+def _near(table: OptionTable, option: str) -> str:
+    """Return the known name that is most like an option's, as words of a message; "" if none is."""
+    near = get_close_matches(option, [name for name in table if "*" not in name], n=1)
+    return f", the nearest is {near[0]}" if near else ""

@@ -102,11 +102,13 @@ def answer_of(config: Any) -> dict[str, Any]:
 def registry() -> list[tuple[str, str]]:
     """Return the module and the name of every configuration of torchtitan's models."""
     models = importlib.import_module(f"{SYSTEM}.models")
-    pairs = []
+    pairs: list[tuple[str, str]] = []
+    missing: set[str | None] = set()
     for module in pkgutil.iter_modules(models.__path__):
         try:
             known = importlib.import_module(f"{SYSTEM}.models.{module.name}.config_registry")
-        except ModuleNotFoundError:
+        except ModuleNotFoundError as e:
+            missing.add(e.name)
             continue  # a folder without configurations, or one whose own packages are not installed
         pairs += [
             (module.name, name)
@@ -114,6 +116,10 @@ def registry() -> list[tuple[str, str]]:
             if f.__module__ == known.__name__ and not name.startswith("_")
             if not inspect.signature(f).parameters
         ]
+    if not pairs:
+        raise ModuleNotFoundError(
+            f"no configuration can be read without {sorted(map(str, missing))}"
+        )
     return pairs
 
 

@@ -33,6 +33,7 @@ def _pp(foreign: Foreign) -> bool:
     return int(foreign.get("parallelism.pipeline_parallel_degree", 1)) > 1
 
 
+# Patterns stand for the sections outside of a step. torchtitan's own parser has checked the names in them.
 TABLE: OptionTable = {
     # the job
     "hf_assets_path": Ignored("the folder of the tokenizer and of published weights"),

@@ -25,7 +25,7 @@ def whole_axis(name: str) -> str:
 
 
 def _speed(axis: str, order: Sequence[str]) -> tuple[int, int]:
-    """Return the place of an axis among all: first those of `order`, then the others as in AXES."""
+    """Return the place of an axis among all: first the axes of `order`, then the others as in AXES."""
     whole = whole_axis(axis)
     place = order.index(whole) if whole in order else len(order) + AXES.index(whole)
     return place, -int(axis[len(whole) + 1 :] or 0)

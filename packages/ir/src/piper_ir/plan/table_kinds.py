@@ -19,7 +19,7 @@ _NO_VALUE: tuple[TensorSpec, Category] = TensorSpec((0,), "float32"), "scalar"
 class TableKinds(Mapping[str, tuple[TensorSpec, Category]]):
     """Map every value of a plan to its size and category.
 
-    The values are those of `given`, or else those that the programs write, in the order in which they are written.
+    The values are the ones of `given`, or else the ones that the programs write, in the order in which they are written.
     """
 
     def __init__(self, programs: Sequence[InstrTable], given: Kinds | None = None) -> None:

@@ -91,7 +91,7 @@ def prediction_table(prediction: Prediction, *, title: str) -> Table:
     s = prediction.summary()
     rows = (
         (FIRST_STEP, time_text(s["step_s"])),
-        ("step in steady state", time_text(s["period_s"])),
+        ("step in steady state", time_text(s["period_s"]) + _interval(s)),
         ("tokens per second", ABSENT if s["tokens_per_s"] is None else f"{s['tokens_per_s']:,.0f}"),
         (MFU, percent(s["mfu"])),
         (HFU, percent(s["hfu"])),
@@ -99,7 +99,8 @@ def prediction_table(prediction: Prediction, *, title: str) -> Table:
         *([(INSIDE, time_text(s["inside_comm_s"]))] if s.get("inside_comm_s") else []),
         ("bubble, global", time_text(s["global_bubble_s"])),
         ("bubble, span", time_text(s["span_bubble_s"])),
-        ("peak memory, allocated", size_text(s["peak_bytes"])),
+        ("peak memory, allocated", size_text(s.get("allocated_bytes") or s["peak_bytes"])),
+        *([("peak memory, reserved", size_text(s["reserved_bytes"]))] if s.get("interval") else []),
         ("peak memory, device", size_text(s["device_bytes"])),
         *_load(s),
         ("durations from", sources(s["sources"])),
@@ -108,6 +109,16 @@ def prediction_table(prediction: Prediction, *, title: str) -> Table:
         COUNTED[name] for name, known in ((MFU, s["mfu"]), (HFU, s["hfu"])) if known is not None
     ]
     return Table(title, ("", "worst device"), rows, (*_verdict(s), *counted, *_warnings(s)))
+
+
+def _interval(summary: Mapping[str, Any]) -> str:
+    """Return the interval of a step in words; "" if there is none."""
+    interval = summary.get("interval")
+    if not interval:
+        return ""
+    whose = f"published runs of {interval['stack']}" if interval["stack"] else "published runs"
+    ends = f"{time_text(interval['low'])} to {time_text(interval['high'])}"
+    return f" ({ends}: 80 % of {whose} fall inside)"
 
 
 def _load(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

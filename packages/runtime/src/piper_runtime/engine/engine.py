@@ -32,7 +32,11 @@ SpanRecorder = Callable[[int, Thunk, list[TimedSpan]], Thunk]
 
 
 class PeerError(ExecutionError):
-    """Report that a communication failed, mostly because its peer has."""
+    """Report that a communication with some ranks failed, mostly because one of them has."""
+
+    def __init__(self, message: str, peers: tuple[int, ...]):
+        super().__init__(message)
+        self.peers = peers
 
 
 class Engine:
@@ -139,9 +143,11 @@ class Engine:
         cause, place = cause_of(self._rank, entry, error), place_of(self._rank, entry)
         if comm is None:
             return ExecutionError(f"{place}: {cause}")
-        peers = ", ".join(str(p) for p in comm.peers if p != self._rank.rank)
+        peers = tuple(p for p in comm.peers if p != self._rank.rank)
+        named = ", ".join(map(str, peers))
         return PeerError(
-            f"{place}: {comm.kind} with rank {peers} on channel {comm.channel} failed: {cause}"
+            f"{place}: {comm.kind} with rank {named} on channel {comm.channel} failed: {cause}",
+            peers,
         )
 
 

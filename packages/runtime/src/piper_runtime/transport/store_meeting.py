@@ -14,7 +14,10 @@ KEPT = 2
 
 
 class StoreMeeting:
-    """Let the first of some ranks add up the counts of all of them in a step, and all ranks read the sum."""
+    """Let the last of some ranks that hands over its counts in a step add up all of them, and all ranks read the sum.
+
+    So a sum waits for no rank that has handed over its counts, whatever that rank does until it reads the sum.
+    """
 
     def __init__(self, store: Any, rank: int, ranks: tuple[int, ...]) -> None:
         self._store, self._rank, self._ranks = store, rank, ranks
@@ -29,21 +32,20 @@ class StoreMeeting:
     def give(self, counted: torch.Tensor) -> None:
         """Hand over this rank's counts of this step; return at once."""
         self._store.set(f"{self._step} {self._rank}", _bytes(counted))
+        if self._store.add(f"{self._step} given", 1) == len(self._ranks):
+            self._add_up()
 
     def total(self) -> torch.Tensor:
         """Return the sum over the ranks, once all have given; the same bits on each rank."""
         if self._step not in self._sums:
-            self._sums[self._step] = (
-                self._added() if self._rank == self._ranks[0] else self._read(f"{self._step} sum")
-            )
+            self._sums[self._step] = self._read(f"{self._step} sum")
         return self._sums[self._step]
 
-    def _added(self) -> torch.Tensor:
+    def _add_up(self) -> None:
         total = torch.stack([self._read(f"{self._step} {rank}") for rank in self._ranks]).sum(0)
         self._store.set(f"{self._step} sum", _bytes(total))
-        for key in (*self._ranks, "sum") if self._step > KEPT else ():
+        for key in (*self._ranks, "given", "sum") if self._step > KEPT else ():
             self._store.delete_key(f"{self._step - KEPT} {key}")
-        return total
 
     def _read(self, key: str) -> torch.Tensor:
         while not self._store.check([key]):

@@ -1,6 +1,6 @@
 """Hold the constants of software stacks.
 
-Each has its value, the range that is physical, what was believed before any run was seen, and a source.
+Each has its value, the range that is physical, the value that was believed before any run was seen, and a source.
 
     matmul              fraction of the 16-bit peak that large matrix products reach, as a mean over a model's shapes
     memory              fraction of the memory's bandwidth that kernels reach that read and write many bytes
@@ -50,7 +50,7 @@ NAMES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
+class StackConstant:
     """Hold a constant of a stack.
 
     Attributes:
@@ -84,7 +84,7 @@ CONSTANTS = mapping(_ONE)
 """The check of the table `constants` of a stack."""
 
 
-def read_constants(written: Mapping[str, Any], where: KeyPath) -> dict[str, Constant]:
+def read_constants(written: Mapping[str, Any], where: KeyPath) -> dict[str, StackConstant]:
     """Return the constants of a file's table; raise ClusterError with the key for an unknown one or a bad range."""
     constants = {}
     for name, entry in written.items():
@@ -94,7 +94,7 @@ def read_constants(written: Mapping[str, Any], where: KeyPath) -> dict[str, Cons
         needed = [k for k in ("value", "low", "high", "prior", "source") if k not in entry]
         if needed:
             raise at.error(f"{', '.join(needed)} missing")
-        one = Constant(**entry)
+        one = StackConstant(**entry)
         if not one.low <= one.value <= one.high or not one.low <= one.prior <= one.high:
             raise at.error(
                 f"value {one.value:g} and prior {one.prior:g} must be from low to high, {one.low:g} to {one.high:g}"
@@ -103,8 +103,8 @@ def read_constants(written: Mapping[str, Any], where: KeyPath) -> dict[str, Cons
     return constants
 
 
-def device_with(device: Device, constants: Mapping[str, Constant]) -> Device:
-    """Return a device with the rates of a stack's constants, in place of those of its own file."""
+def device_with(device: Device, constants: Mapping[str, StackConstant]) -> Device:
+    """Return a device with the rates of a stack's constants, in place of the ones of its own file."""
     changes: dict[str, Any] = {}
     if "matmul" in constants:
         changes["matmul_fraction"] = constants["matmul"].value * device.clock
@@ -118,7 +118,7 @@ def device_with(device: Device, constants: Mapping[str, Constant]) -> Device:
     return replace(device, **changes) if changes else device
 
 
-def links_with(links: Links, constants: Mapping[str, Constant]) -> Links:
+def links_with(links: Links, constants: Mapping[str, StackConstant]) -> Links:
     """Return links with messages as fast as a stack's constants say; measured messages change by the same factors."""
     factors = [constants[n].value if n in constants else 1.0 for n in ("intra", "inter")]
     if factors == [1.0, 1.0]:

@@ -1,4 +1,4 @@
-"""Read tables of measured messages: CSV files with COLUMNS, in which lines that begin with # say where they come from."""
+"""Read tables of measured messages: CSV files with COLUMNS, whose lines that begin with # name their source."""
 
 from __future__ import annotations
 

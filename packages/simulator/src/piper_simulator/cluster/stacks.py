@@ -30,7 +30,7 @@ from piper_simulator.cluster.checks import (
     one_of,
     table,
 )
-from piper_simulator.cluster.constants import CONSTANTS, Constant, read_constants
+from piper_simulator.cluster.constants import CONSTANTS, StackConstant, read_constants
 
 KINDS = ("matmul", "attention", "norm", "elementwise", "embedding", "loss", "other")
 GENERATIONS = ("ampere", "hopper", "blackwell")
@@ -61,14 +61,15 @@ class Stack:
         devices: the devices that its constants hold for; none if it has no constants.
         words: words by which a table of published runs names this software, in their source or note.
         attention_tokens: generation of devices -> the tokens of a row at which attention reaches half of its fraction.
-        recomputed: what R computes: the tensors that are "needed", or the "whole" forward with its messages, as
+        recomputed: the tensors that R makes: the ones that are "needed", or the "whole" forward with its messages, as
             checkpointing by reentrant autograd does.
         accumulate: gradients are added to their sums by a "kernel", or inside of the "product" that makes them.
-        runs: neighbouring element-wise kernels are launched "each", or "fused": a run of them reads and writes what
-            its largest member does.
+        runs: neighbouring element-wise kernels are launched "each", or "fused": a run of them reads and writes as
+            much as its largest member.
         joined: products of the same input are one product (queries, keys and values; gate and up).
         remakes: operators whose results the backward's kernels make again, so that they are not saved.
-        passes: operator, or one of a step ("W.add") -> the bytes that its kernels move, over those that the plan counts.
+        passes: operator, or one of a step ("W.add") -> the bytes that its kernels move, over the ones that the plan
+            counts.
         loss_bytes: bytes read and written per logit by a cross-entropy, forward and backward; () as `lowering` says.
         loss_keeps: bytes per logit that are held at the loss beside the tensors of the plan.
         dropout_bytes: bytes per score of attention that dropout reads and writes in a pass, where the plan has none.
@@ -109,7 +110,7 @@ class Stack:
     holds: tuple[Annotated[str, one_of(*HELD)], ...] = ()
     reserved: NotNegative = 0.0
     seen: NotNegative = 0.0
-    constants: Mapping[str, Constant] = field(default_factory=dict)
+    constants: Mapping[str, StackConstant] = field(default_factory=dict)
 
     @property
     def number(self) -> dict[str, float]:
@@ -140,8 +141,8 @@ def described_stacks(
     """Return the stacks that a file describes, by name.
 
     `file` holds tables that fit TABLES; `kernels` are the attention kernels that its stacks may use beside its own, and
-    `bases` the stacks whose facts hold for those that name one as `base`. Raises ClusterError with the keys of a stack
-    that lacks a field or has an unknown attention kernel.
+    `bases` the stacks whose facts hold for the ones that name one as `base`. Raises ClusterError with the keys of a
+    stack that lacks a field or has an unknown attention kernel.
     """
     known = {**kernels, **file.get("attention", {})}
     return {
@@ -211,7 +212,7 @@ STACKS: Mapping[str, Stack] = {**GENERAL, **SOFTWARE}
 
 
 def stacks_of(device: str, *texts: str) -> tuple[str, ...]:
-    """Return the names of the stacks with constants of a device; with `texts` those whose words are in one of them.
+    """Return the names of the stacks with constants of a device; with `texts` the ones whose words are in one of them.
 
     Earlier texts decide before later ones, and in a text the longest word.
     """

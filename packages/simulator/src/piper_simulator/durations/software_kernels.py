@@ -1,13 +1,13 @@
-"""Say which kernels a software stack runs for those of a plan's step.
+"""Say which kernels a software stack runs for the kernels of a plan's step.
 
 A plan has a kernel for each operator of the model. Software joins them, or adds some:
 
     accumulate = "product"   a weight's gradient is added to its sum by the product that makes it (Megatron-LM,
                              --gradient-accumulation-fusion): no kernel of its own adds it
-    runs = "fused"           a run of element-wise kernels between other kernels is one kernel. What they hand to each
-                             other stays in registers, so that it reads and writes as much as the largest of them (of
-                             those of 16 bit, if there are any: float32 is for what stays inside). A
-                             softmax is a kernel with what stands before it forward, and behind it backward; dropout
+    runs = "fused"           a run of element-wise kernels between other kernels is one kernel. Tensors between
+                             them stay in registers, so that it reads and writes as much as the largest of them (of
+                             the ones of 16 bit, if there are any: float32 is for tensors inside). A
+                             softmax is a kernel with its neighbours before it forward, and behind it backward; dropout
                              beside it is one of its own
     joined                   queries, keys and values are one product, and gate and up: their input gradients are one
                              tensor, and no kernels add them up
@@ -33,7 +33,7 @@ HALF = frozenset({"bfloat16", "float16"})
 
 
 def run_kernels(stack: Stack, kernels: Sequence[Kernel], step: Step) -> Sequence[Kernel]:
-    """Return the kernels that a stack runs for those of a step."""
+    """Return the kernels that a stack runs for the kernels of a step."""
     if stack.runs == "fused" and step == "R" and all(k.kind == "elementwise" for k in kernels):
         return ()  # made again in the registers of the backward's kernels
     if stack.accumulate == "product" and step == "W":

@@ -20,7 +20,7 @@ class DeviceMemory:
         context: memory of CUDA, with its kernels.
         groups: communicators of groups, which a profile does not see: it makes them last, and others.
         pairs: communicators of neighbours, which a profile does not see either.
-        buffers: those that a software stack holds beside the plan's tensors, as torch's allocator sees them, too.
+        buffers: memory that a software stack holds beside the plan's tensors, as torch's allocator sees them, too.
     """
 
     allocated: int

@@ -23,7 +23,7 @@ class PlanWork:
     """Hold the work of a plan's instructions, from which their durations follow.
 
     Attributes:
-        prepared: the nodes of the plan, one per instruction, and what they wait for.
+        prepared: the nodes of the plan, one per instruction, and their waits.
         work: by node, its work if nothing runs beside it.
         flows: the loads of messages, as `shared_flows` gives them.
         latency: seconds between devices, of a synthetic plan.

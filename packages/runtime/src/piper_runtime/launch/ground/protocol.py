@@ -55,7 +55,7 @@ class Request:
         params: initial parameters that the role holds, or how a rank makes or reads them (`LazyTensors`).
         buffers: initial buffers that the role holds, likewise.
         seed: seed of random operations.
-        options: the options of the attempt, without what stays in the caller's process.
+        options: the options of the attempt, without the objects that stay in the caller's process.
         reports_steps: whether to report every finished step.
         snapshots: the folder and frequency of the ranks' copies of their state in memory of the machine; None: never.
         restore: the state from which the run goes on; None: it begins with `params` and `buffers`.
@@ -81,12 +81,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Failure:
-    """Say why a rank gave up: the error's class as `kind`, and as `peer` whether it only saw another rank fail."""
+    """Say why a rank gave up: the error's class as `kind`, and the `peers` of which it only saw that one has failed."""
 
     kind: str
     message: str
     details: str
-    peer: bool
+    peers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

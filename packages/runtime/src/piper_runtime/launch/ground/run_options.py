@@ -222,7 +222,7 @@ class RunOptions:
 
 
 class FurtherOptions(TypedDict, total=False):
-    """Hold the options of a run that `piper.execute` takes beside those that it names; `RunOptions` explains them."""
+    """Hold the options of a run beyond the named arguments of `piper.execute`; `RunOptions` explains them."""
 
     gradients: bool
     ranges: bool

@@ -130,7 +130,10 @@ class Watch:
             )
         kind = getattr(piper_ir.ground.errors, failure.kind, RankError)
         node = self.team.node(first)
-        message = f"{failure.message} (rank {first} on {node})" if node else failure.message
+        where = (
+            [f"rank {r} on {self.team.node(r)}" for r in (first, *failure.peers)] if node else []
+        )
+        message = f"{failure.message} ({', '.join(where)})" if where else failure.message
         error: PiperError = RankError(message) if kind is ExecutionError else kind(message)
         if failure.details:
             error.add_note(f"on rank {first}:\n{failure.details}")
@@ -255,4 +258,4 @@ class RankPosition:
 
 
 def _peer(failure: Failure | None) -> bool:
-    return failure is not None and failure.peer
+    return failure is not None and bool(failure.peers)

@@ -1,4 +1,4 @@
-"""List the ways to start workers, and start those of a run."""
+"""List the ways to start workers, and start the workers of a run."""
 
 from __future__ import annotations
 

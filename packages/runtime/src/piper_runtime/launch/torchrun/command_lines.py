@@ -70,7 +70,8 @@ def launch_sections(launch: Launch) -> dict[str, Section]:
             f"torchrun, {_count(nodes, 'machine')}, the same line on each", meet
         ),
         "slurm": Section(
-            f"Slurm, {_count(nodes, 'node')}: a file for `sbatch`", _slurm(nodes, each, gpus, ranks)
+            f"Slurm, {_count(nodes, 'node')}: a file for `sbatch`",
+            _slurm(nodes, each, gpus, ranks, _checkpoint_to_find(launch.arguments)),
         ),
         "ray": Section(
             f"Ray, {_count(nodes, 'machine')}",
@@ -88,7 +89,16 @@ def _count(n: int, what: str) -> str:
     return f"{n} {what}{'s' * (n > 1)}"
 
 
-def _slurm(nodes: int, each: int, gpus: bool, ranks: str) -> str:
+def _checkpoint_to_find(arguments: Sequence[str]) -> str:
+    """Return the folder of checkpoints of a run that does not look for one by itself; "" if there is none."""
+    if "--checkpoint" not in arguments or "--resume" in arguments:
+        return ""
+    return arguments[arguments.index("--checkpoint") + 1]
+
+
+def _slurm(nodes: int, each: int, gpus: bool, ranks: str, saved: str) -> str:
+    """Return the file for sbatch; a job that is queued again goes on from its newest checkpoint in `saved`."""
+    complete = f"{shlex.quote(saved)}/step-*/complete.json"
     lines = [
         "#!/bin/bash",
         "#SBATCH --job-name piper",
@@ -96,10 +106,16 @@ def _slurm(nodes: int, each: int, gpus: bool, ranks: str) -> str:
         "#SBATCH --ntasks-per-node 1",
         f"#SBATCH --cpus-per-task {each}",
         *([f"#SBATCH --gpus-per-node {each}"] if gpus else []),
+        *(["#SBATCH --requeue", "#SBATCH --open-mode append"] if saved else []),
         'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        *(
+            [f'[ -n "$SLURM_RESTART_COUNT" ] && ls {complete} >/dev/null 2>&1 && resume=--resume']
+            if saved
+            else []
+        ),
         f'srun torchrun --nnodes {nodes} --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d '
         f'--rdzv-endpoint "$head:{PORT}" '
-        f"{ranks}",
+        f"{ranks}{' $resume' if saved else ''}",
     ]
     return "\n".join(lines)
 

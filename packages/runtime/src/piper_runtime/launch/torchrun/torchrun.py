@@ -301,7 +301,7 @@ def _lead(mail: Mail, watch: Watch, progress: Progress) -> None:
         why = str(e) if isinstance(e, PiperError) else f"rank 0 was ended by {type(e).__name__}"
         # Those who read a store of this process lose it with us.
         listeners = () if _has_store_of_torchrun() else range(1, watch.world)
-        mail.last_word(encode(Failure(kind, why, "", False)), listeners)
+        mail.last_word(encode(Failure(kind, why, "")), listeners)
         raise
     mail.put("end", encode(None))
 

@@ -94,7 +94,9 @@ def answer(context: WorkerContext, request: object) -> Any:
         return perform(context, request)
     except PiperError as e:
         details = "" if e.__cause__ is None else "".join(traceback.format_exception(e.__cause__))
-        return Failure(type(e).__name__, str(e), details, isinstance(e, PeerError))
+        return Failure(
+            type(e).__name__, str(e), details, e.peers if isinstance(e, PeerError) else ()
+        )
     except Exception as e:
         when = (
             "before its first step"
@@ -102,7 +104,7 @@ def answer(context: WorkerContext, request: object) -> Any:
             else f"between instructions of step {context.heart[STEP]}"
         )
         message = f"rank {context.rank} failed {when}: {type(e).__name__}: {e}"
-        return Failure("ExecutionError", message, "".join(traceback.format_exception(e)), False)
+        return Failure("ExecutionError", message, "".join(traceback.format_exception(e)))
     except (
         SystemExit,
         KeyboardInterrupt,
@@ -112,7 +114,7 @@ def answer(context: WorkerContext, request: object) -> Any:
             f"rank {context.rank}, step {context.heart[STEP]}: {type(e).__name__}{said} was raised in the job's "
             f"code{user_line(e)}, and would end the process. Raise an exception such as RuntimeError to end a run"
         )
-        return Failure("ExecutionError", message, "".join(traceback.format_exception(e)), False)
+        return Failure("ExecutionError", message, "".join(traceback.format_exception(e)))
 
 
 def perform(context: WorkerContext, request: object) -> Any:

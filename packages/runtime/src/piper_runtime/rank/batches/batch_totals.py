@@ -77,6 +77,8 @@ class BatchTotals:
         counts: the tensors of totals by name -> the tensors of a microbatch that are counted for them.
         meeting: adds up the ranks' counts; set by the engine or transport that connects them.
         open: whether this rank has yet to count in this step.
+        early: whether it counts as a step begins, since several roles count: another may need these numbers for a
+            message to this one.
         counted: the numbers that it has counted.
     """
 
@@ -86,8 +88,9 @@ class BatchTotals:
         self._plan, self._rank, self._counters, self._looks = plan, rank, counters, looks
         self._tensors = [b for b in plan.batch if b.counter]
         self._ranks = counting_ranks(plan)
-        role = plan.role_of(rank)
-        self._own = {mb for mb, name in _counting_roles(plan).items() if name == role.role}
+        role, roles = plan.role_of(rank), _counting_roles(plan)
+        self._own = {mb for mb, name in roles.items() if name == role.role}
+        self.early = len({*roles.values()}) > 1
         loads = {p.op.tensor for i in role.program for p in i.parts if isinstance(p.op, Load)}
         self.counts = {b.name: b.counts for b in self._tensors if b.name in loads}
         self.meeting: Meeting = Assumed(len(self._ranks))

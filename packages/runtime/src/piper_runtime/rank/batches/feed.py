@@ -121,6 +121,8 @@ class Feed:
         while self._loader is not None and self._asked < min(step + 1, self._last):
             self._asked = max(self._asked + 1, step)
             self._loader.ask(self._asked)
+        if self.totals.early:
+            self.count()
 
     def take(self, name: str, mb: int) -> torch.Tensor:
         """Return a microbatch's rows of one batch tensor, of the planned shape.

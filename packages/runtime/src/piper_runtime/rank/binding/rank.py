@@ -142,7 +142,8 @@ class Rank(RankState):
     def begin(self, step: int) -> None:
         """Start a step: drop the leftovers of the last one, and make the first receive buffers."""
         self.step = step
-        self.feed.begin(step)
+        with self.untracked():
+            self.feed.begin(step)
         self.buffer_mb.clear()
         self.counted.clear()
         self.dropped.begin()

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from tests.cli.test_cli import GOOD, RECIPE
-from tests.helpers.hosts import ADDRESSES, Hosts, two_hosts, why_not
+from tests.helpers.command_line import GOOD, RECIPE
+from tests.helpers.hosts import ADDRESSES, Hosts, some_hosts, why_not
 
 SLOW = """
 import os, pathlib, time
@@ -67,7 +67,7 @@ def await_files(*paths: Path) -> None:
 
 @pytest.fixture
 def cut_hosts() -> Iterator[Hosts]:
-    with two_hosts() as hosts:
+    with some_hosts() as hosts:
         yield hosts
 
 

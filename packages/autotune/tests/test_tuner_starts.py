@@ -1,0 +1,44 @@
+"""What a search tries first, its starts, and what it tries last, numbers without steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optuna
+
+from packages.autotune.tests.tuner_spaces import points, problem, strategy
+from piper_autotune import tune
+from piper_autotune.searching.sampler import START, GuidedSampler
+from piper_compiler import Strategy
+
+
+class Begun:
+    """The space of 30 points, with some that are tried first."""
+
+    starts = tuple(points())[10:19]
+
+    def __call__(self, trial: Any) -> Strategy:
+        return strategy(trial)
+
+
+def test_half_of_the_trials_are_starts_and_the_others_come_in_between() -> None:
+    rows = {
+        row.number: dict(row.params) for row in tune(problem(), Begun(), trials=8, workers=0).rows
+    }
+    assert [rows[k] for k in range(4)] == list(Begun.starts[:4])
+    assert rows[5] == Begun.starts[4] and Begun.starts[5] not in rows.values(), "every third one"
+
+
+def test_numbers_without_steps_keep_their_values_while_others_have_neighbours() -> None:
+    def loss(trial: optuna.Trial) -> float:
+        chosen = [trial.suggest_categorical(name, tuple(range(6))) for name in "abc"]
+        trial.suggest_float("x", 0.0, 1.0)
+        return float(sum((at - 3) ** 2 for at in chosen))
+
+    study = optuna.create_study(sampler=GuidedSampler(0))
+    study.optimize(loss, n_trials=2 * START)
+    values = [trial.params["x"] for trial in study.trials]
+    assert set(values[START:]) <= set(values[:START]) and len(set(values[:START])) == START
+    study = optuna.create_study(sampler=GuidedSampler(0))
+    study.optimize(lambda trial: trial.suggest_float("x", 0.0, 1.0), n_trials=2 * START)
+    assert len({trial.params["x"] for trial in study.trials}) == 2 * START
