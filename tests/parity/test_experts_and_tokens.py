@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 import piper
 from piper import Mesh, Precision, Strategy, models, recipes, where
+from piper.api.compiling import compiling
 from piper.api.reference.verification import verify_strategy
 from piper_capture import region
 from piper_capture.steps.routed import RoutedLayouts
-from piper_ir.ground.errors import DirectiveError, PlanError
+from piper_ir.ground.errors import CompileError, DirectiveError, PlanError
 from piper_ir.plan.plan import Plan
 from piper_ir.program.layout import DimPart
 from piper_ir.verify import verify
@@ -68,7 +69,7 @@ FOLDED: dict[str, tuple[Mesh, Any, tuple[Any, ...], tuple[str, ...], int]] = {
     "name", [pytest.param(n, marks=[pytest.mark.long] * (n != "tp and ep")) for n in FOLDED]
 )
 def test_experts_over_several_axes(name: str) -> None:
-    """What Megatron calls experts with a tensor-parallel size of 1, and torchtitan folded expert parallelism."""
+    """Megatron's experts with a tensor-parallel size of 1, and torchtitan's folded expert parallelism."""
     mesh, over, directives, rows, zero = FOLDED[name]
     rest = recipes.data_parallel(over=rows, zero=zero)
     made = piper.compile(job("2"), Strategy(mesh, [shared(over=over), *directives, *rest]))
@@ -111,7 +112,7 @@ def test_negative_control_experts_along_other_axes_are_found(experts: str, messa
     ("over", "mesh", "directive", "message"),
     [
         (("tp", "ep"), Mesh(tp=2, ep=2), piper.shard(where()), "along tp have the same tokens .* write stream=.tokens"),
-        (("tp", "tp"), Mesh(tp=2), SEQUENCE, "over='tp.tp'; experts .* are shared over several axes"),
+        (("tp", "tp"), Mesh(tp=2), SEQUENCE, "over='tp.tp'; one of cp, .* only experts .* are shared over several axes"),
         (("tp", "ep"), Mesh(tp=2, ep=3), SEQUENCE, "8 experts cannot be shared equally by 6 devices"),
     ],
 )  # fmt: skip
@@ -222,6 +223,39 @@ def test_a_region_that_mixes_tokens_is_refused(
             work,
             Strategy(Mesh(tp=2, ep=2), [shared(), SEQUENCE, *recipes.data_parallel(over=("ep",))]),
         )
+
+
+EP = shared()
+ROWS_OF_EP = recipes.data_parallel(over=("ep",))
+TAGGED = expert_loops.job(expert_loops.tagged)
+BOUNDED = models.job(DECODERS["places and biases"], global_batch=8, precision="float64")
+
+
+@each_case(
+    ("work", "mesh", "directives", "message"),
+    [
+        (TAGGED, Mesh(ep=4), [EP, *ROWS_OF_EP], r"mixture 'layers.0.experts' has 6 experts, which 4 devices along ep"),
+        (BOUNDED, Mesh(ep=3), [EP, *ROWS_OF_EP], "has 4 experts, which 3 devices along ep cannot share equally"),
+        (BOUNDED, Mesh(tp=2, ep=2), [shared(over=("tp", "ep")), SEQUENCE, *ROWS_OF_EP], "experts over one axis"),
+        (TAGGED, Mesh(ep=2, dp=2), [EP, *recipes.data_parallel()], "name ep in replicate, too"),
+        (TAGGED, Mesh(ep=2, tp=2), [EP, EP, *ROWS_OF_EP], "shares the same already, over ep"),
+        (TAGGED, Mesh(ep=2, tp=2), [EP, piper.shard(where(), cut=True), *ROWS_OF_EP], "only one of the two"),
+        (TAGGED, Mesh(ep=2, tp=2), [shared(over="tp+ep"), piper.shard(where()), *ROWS_OF_EP], "have the same tokens"),
+        (TAGGED, Mesh(tp=2), [EP, SEQUENCE], "has no ep, so nothing would be shared"),
+    ],
+)  # fmt: skip
+def test_what_needs_no_capture_is_refused_without_one(
+    work: piper.Job, mesh: Mesh, directives: list[Any], message: str
+) -> None:
+    def captured(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the model is captured")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiling, "traced_job", captured)
+        with pytest.raises((CompileError, DirectiveError), match=message):
+            piper.compile(work, Strategy(mesh, directives))
+        with pytest.raises(AssertionError, match="is captured"):
+            piper.compile(work, Strategy(Mesh(ep=2), [EP, *ROWS_OF_EP]))
 
 
 MIXTURES = ("Qwen2-MoE", "DeepSeek-V3", "GPT-OSS")

@@ -35,7 +35,7 @@ from piper_capture.torch_api._torch_context import (
     check_context,
     tracer_settings,
 )
-from piper_capture.torch_api.replacements import own_replacements, replacement
+from piper_capture.torch_api.replacements import own_replacements, replaced_experts, replacement
 
 __all__ = [
     "ASKED_ROWS",
@@ -64,6 +64,7 @@ __all__ = [
     "narrowest",
     "own_replacements",
     "region",
+    "replaced_experts",
     "replacement",
     "restored",
     "sharing_memory",

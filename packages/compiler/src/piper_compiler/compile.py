@@ -9,13 +9,16 @@ from functools import cached_property
 from piper_compiler.build import build_graph
 from piper_compiler.directives import Directive, asked_by_model, describe, partition
 from piper_compiler.directives.base import Settling
-from piper_compiler.directives.replicate import check_rows
+from piper_compiler.directives.prepare import CaptureRequest, Preparation
+from piper_compiler.directives.replicate import Replicate, check_rows
+from piper_compiler.directives.shard import Shard
 from piper_compiler.durations import BoundChunks, InstructionSeconds
 from piper_compiler.passes.order.overlap import first_to_finish, interleavings, seconds_of_spans
 from piper_compiler.passes.order.schedule import Scheduler, overlap_seconds
 from piper_compiler.passes.program.assemble import bound_chunks, plan_of
 from piper_compiler.passes.program.complete import complete
 from piper_compiler.passes.program.forwards import forwards_alone
+from piper_compiler.passes.program.moves import check_rows_named
 from piper_compiler.passes.program.wiring import check_chunks, check_wiring
 from piper_compiler.passes.steps.columns import columns
 from piper_compiler.passes.steps.dependencies import dependencies
@@ -159,10 +162,25 @@ def drafted(graph: Graph, bound: BoundChunks, options: Options) -> Drafted:
     return Drafted(placed, maker, order, spans)
 
 
+def check_strategy(strategy: Strategy) -> None:
+    """Raise DirectiveError or CompileError for devices that cannot share chunks or experts, whatever the model is."""
+    mesh, written = strategy.mesh, tuple(strategy.directives)
+    shards = [item for item in written if isinstance(item, Shard)]
+    for number, item in enumerate(written):
+        if isinstance(item, Shard):
+            seen = Preparation(mesh, Program(()), written, written[:number])
+            item.prepare(CaptureRequest(), seen)
+    check_rows(mesh, written)
+    sharing = {axis for item in shards if item.shares_tokens for axis in item.axes}
+    over = {axis for item in written if isinstance(item, Replicate) for axis in item.over}
+    rows = [axis for item in shards if item.experts for axis in mesh.along(item.joined)]
+    check_rows_named([axis for axis in rows if axis not in sharing], over)
+
+
 def apply_directives(graph: Graph, directives: Iterable[Directive]) -> Graph:
     """Check and apply each directive in the order written, then the model's own directives; return a new graph."""
     written = tuple(directives)
-    check_rows(graph, written)
+    check_rows(graph.mesh, written)
     for item in written:
         graph = _applied(graph, item)
     for item in asked_by_model(graph, written):

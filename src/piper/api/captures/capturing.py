@@ -121,6 +121,11 @@ def _objects_of(job: Job, evaluating: bool) -> tuple[object, ...]:
     )
 
 
+def is_held(job: Job) -> bool:
+    """Return whether a job was captured inside of the `with` of `captured_once`."""
+    return bool(_HELD) and _objects_of(job, evaluating=False) in _HELD[-1]
+
+
 def traced_job(job: Job, evaluating: bool = False) -> Traced:
     """Return a job's model, traced; see `captured_once` for how often.
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from piper.api.captures.capturing import program_at, rewritten, traced_job
+from piper.api.captures.capturing import is_held, program_at, rewritten, traced_job
 from piper.api.compiling.auxiliary_gradients import undivided
 from piper.api.compiling.batch_statistics import MICROBATCH, averages_of, check_shared_norms
 from piper.api.compiling.batch_statistics import check_rows as check_norm_rows
+from piper.api.compiling.before_capture import check_before_capture
 from piper.api.compiling.evaluating import compiled_evaluation
 from piper.api.compiling.random_draws import check_draws
 from piper_compiler import (
@@ -221,6 +222,8 @@ def trained_job(
         )
     if global_batch is not None:
         raise CompileError(f"{call}: global_batch is given with a Program only; a Job has its own")
+    if strategy is not None and not is_held(source):
+        check_before_capture(source, strategy)
     traced = traced_job(source)
     request = CaptureRequest()
     if strategy is not None:

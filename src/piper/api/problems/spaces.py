@@ -113,8 +113,7 @@ class StrategySpace:
         replicas = self._replicas(at)
         calls: list[RecipeCall] = []
         if at["tp"] > 1:
-            # A mixture's tokens are exchanged whole: its devices along tp must have all of them.
-            sequence = not self.experts and self._choice(trial, "sequence", (True, False))
+            sequence = self._choice(trial, "sequence", (True, False))
             calls.append(RecipeCall("tensor_parallel", {"sequence": sequence}))
         if at["cp"] > 1:
             exchange = self._choice(trial, "attention", ("ring", "heads", "gather"))
@@ -248,10 +247,7 @@ def space(job: Job, cluster: str | Cluster, **fixed: Any) -> StrategySpace:
     devices, tokens = target.devices, job.tokens_per_row or 0
     sizes = {
         "tp": _powers(devices, min(target.per_node, MOST_TP)),
-        # Exchanges of dropless experts beside shared tokens are refused; so mixtures have no cp.
-        "cp": _powers(
-            devices, 1 if traced.experts else min(MOST_CP, max(1, tokens // LEAST_TOKENS))
-        ),
+        "cp": _powers(devices, min(MOST_CP, max(1, tokens // LEAST_TOKENS))),
         "ep": _powers(devices, target.per_node if traced.experts else 1),
         "pp": tuple(n for n in _divisors(devices, MOST_STAGES) if n <= max(layers, 1)),
     }

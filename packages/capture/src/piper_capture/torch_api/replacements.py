@@ -16,7 +16,7 @@ chosen experts, or sort tokens and call grouped kernels of one device. It needs 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, TypeVar
 
@@ -92,6 +92,14 @@ def mark(name: str, module: nn.Module, pattern: str, wanted: object) -> None:
             f"tag: patterns {by!r} and {pattern!r} disagree for module {name!r}: replace={before!r} and "
             f"replace={wanted!r}; make them match different modules"
         )
+
+
+def replaced_experts(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """Yield the modules of a model that "gated_experts" replaces, with the numbers of their experts."""
+    for name, module in model.named_modules():
+        if module.__dict__.get(ATTRIBUTE, ("",))[0] == "gated_experts":
+            matrices: Any = module.down_proj
+            yield name, int(matrices.shape[0])
 
 
 def replace_tagged(model: nn.Module) -> None:

@@ -39,7 +39,7 @@ from piper_compiler.directives.base import (
 from piper_compiler.directives.decided import Decided
 from piper_compiler.directives.shard import Shard, shared_axes
 from piper_ir.graph.graph import Graph, Node, Replication
-from piper_ir.ground.mesh import AXES, whole_axis
+from piper_ir.ground.mesh import AXES, Mesh, whole_axis
 from piper_ir.ground.select import Where
 from piper_ir.ground.shards import Shards
 from piper_ir.plan.plan import COMPUTE
@@ -273,7 +273,7 @@ def _rows_differ(graph: Graph, over: Iterable[str]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis not in shared)
 
 
-def check_rows(graph: Graph, directives: Iterable[Directive]) -> None:
+def check_rows(mesh: Mesh, directives: Iterable[Directive]) -> None:
     """Raise DirectiveError if experts are to be shared over an axis that neither the mesh nor a replication has."""
     written = tuple(directives)
     over = {axis for d in written if isinstance(d, Replicate) for axis in d.over}
@@ -282,11 +282,11 @@ def check_rows(graph: Graph, directives: Iterable[Directive]) -> None:
             isinstance(item, Shard)
             and item.experts
             and not over.intersection(item.axes)
-            and not graph.mesh.along(item.joined)
+            and not mesh.along(item.joined)
         ):
             named = tuple(dict.fromkeys(("dp", *item.axes)))
             text = (
-                f"{graph.mesh} has no {item.over}, so nothing would be shared; give it that axis, "
+                f"{mesh} has no {item.over}, so nothing would be shared; give it that axis, "
                 f"as in Mesh({item.over}=2), "
             )
             text += f"and name it in replicate, as in data_parallel(over={named!r}); or leave the experts' shard out"

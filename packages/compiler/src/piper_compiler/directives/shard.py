@@ -183,7 +183,8 @@ class Shard:
             raise fail(
                 self,
                 2,
-                f'over={self.over!r}; experts (stream="rows") are shared over several axes, all else over one',
+                f"over={self.over!r}; one of {', '.join(sorted(AXES))} is accepted; only experts "
+                f'(stream="rows") are shared over several axes',
             )
         if not isinstance(self.stream, str) or self.stream not in STREAMS:
             raise fail(self, 3, f'stream={self.stream!r}; "", "tokens" or "rows" is accepted')

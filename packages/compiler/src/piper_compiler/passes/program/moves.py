@@ -7,6 +7,7 @@ first.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,8 +26,14 @@ def check_exchanges(graph: Graph) -> None:
             f"the program was made for devices that share experts over {lost[0]}; compile its job, or keep shard"
         )
     over = {a for r in graph.replication.values() for a in r.over}
-    for axis in graph.exchanges:
-        if axis in dict(graph.program.experts) and axis not in over:
+    experts = dict(graph.program.experts)
+    check_rows_named([axis for axis in graph.exchanges if axis in experts], over)
+
+
+def check_rows_named(axes: Iterable[str], over: Collection[str]) -> None:
+    """Raise CompileError if `replicate`, which is over some axes, leaves out one along which rows differ."""
+    for axis in axes:
+        if axis not in over:
             raise CompileError(
                 f"devices share experts over {axis} (by shard), and each has rows of its own elsewhere: name "
                 f"{axis} in replicate, too, as in replicate(where(), over={(*sorted(over), axis)!r})"
