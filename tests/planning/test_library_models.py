@@ -71,7 +71,10 @@ def test_its_class_is_the_job(tmp_path: Path, transformers: ModuleType) -> None:
     source = understand(str(written(tmp_path, FIELDS)), StepSize(rows=8))
     assert "a gpt_oss of transformers; 8 rows of 6 tokens" in source.facts
     (note,) = source.notes
-    assert "its attention has learned sinks" in note and "its class of transformers is captured" in note
+    assert (
+        "its attention has learned sinks" in note
+        and "its class of transformers is captured" in note
+    )
     job = library.library_job(tmp_path / "config.json", global_batch=8, length=6)
     assert job.model is source.job.model and job.batch is source.job.batch, "they share a capture"
     strategy = Strategy(Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=2))
@@ -98,5 +101,7 @@ def test_without_the_library_the_type_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(JobError, match=r"no description says a gpt_oss .its attention has learned sinks"):
+    with pytest.raises(
+        JobError, match=r"no description says a gpt_oss .its attention has learned sinks"
+    ):
         understand(str(written(tmp_path, FIELDS)), StepSize(rows=8))
