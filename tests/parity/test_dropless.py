@@ -358,7 +358,6 @@ def test_a_replacement_that_cannot_be_is_refused(pattern: str, name: Any, messag
 @each_case(
     ("attribute", "value", "message"),
     [
-        ("has_bias", True, "its experts have biases"),
         ("has_gate", False, "its experts have no gate"),
         ("is_transposed", True, "do not fit together"),
         ("_is_expert_parallel", True, "transformers has cut its experts"),

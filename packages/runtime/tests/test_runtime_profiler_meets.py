@@ -89,7 +89,7 @@ def test_a_profile_computes_with_numbers_whatever_tokens_choose(
     counts: list[int], further: bool
 ) -> None:
     """Places that no device fills are no numbers, here as torch fills memory for deterministic algorithms."""
-    plan: Any = Mock(experts=("ep",), mesh=Mesh(ep=2))
+    plan: Any = Mock(chunks=[Mock(experts="ep")], mesh=Mesh(ep=2))
     exchange: Any = partial(profiler._copied, plan)
     slot, rows = 6 if further else 13, torch.ones(20, 3)
     torch.use_deterministic_algorithms(True)

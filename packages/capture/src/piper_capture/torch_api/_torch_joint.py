@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -64,10 +64,27 @@ def export_joint(module: torch.nn.Module, args: Sequence[torch.Tensor]) -> RawJo
     change no tensor in place, and neither does their backward: their graph is recorded while they run once. AOTAutograd
     makes the graph of another module functional; it runs the module twice and wraps each tensor twice more.
     """
-    try:
+    with suppress(NotRecorded), _modes_kept():
         return _Recording().joint(module, args)
-    except NotRecorded:
-        return _functionalised(module, args)
+    return _functionalised(module, args)
+
+
+@contextmanager
+def _modes_kept() -> Iterator[None]:
+    """Restore the modes of autograd and autocast: a graph that ends in its middle does not leave the ones it entered."""
+    cast = {
+        device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in ("cpu", "cuda")
+    }
+    with torch.set_grad_enabled(torch.is_grad_enabled()):
+        try:
+            yield
+        except NotRecorded:
+            for device, (enabled, dtype) in cast.items():
+                torch.set_autocast_enabled(device, enabled)
+                torch.set_autocast_dtype(device, dtype)
+            torch.clear_autocast_cache()
+            raise
 
 
 class NotRecorded(Exception):
