@@ -72,7 +72,7 @@ def test_its_class_is_the_job(tmp_path: Path, transformers: ModuleType) -> None:
     assert "a gpt_oss of transformers; 8 rows of 6 tokens" in source.facts
     (note,) = source.notes
     assert (
-        "its attention has learned sinks" in note
+        "its fields have no row here yet" in note
         and "its class of transformers is captured" in note
     )
     job = library.library_job(tmp_path / "config.json", global_batch=8, length=6)
@@ -102,6 +102,6 @@ def test_without_the_library_the_type_is_refused(
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(
-        JobError, match=r"no description says a gpt_oss .its attention has learned sinks"
+        JobError, match=r"no description says a gpt_oss .its fields have no row here yet"
     ):
         understand(str(written(tmp_path, FIELDS)), StepSize(rows=8))

@@ -341,7 +341,7 @@ ROWS: Mapping[str, ConfigRow] = {
 """The types (`model_type`) that a DecoderConfig describes to the parameter."""
 OTHERS: Mapping[str, str] = {
     "gemma3": "it also sees images; its text_config alone is a gemma3_text",
-    "gpt_oss": "its attention has learned sinks",
+    "gpt_oss": "its fields have no row here yet",
     "qwen3_next": "its attention is linear in three of four layers",
     "jamba": "most of its layers are no attention",
     "mamba": "it has no attention",
