@@ -166,6 +166,8 @@ def _drawn(node: fx.Node, generator: torch.Generator) -> Any:
 def _near(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    if a.is_complex():
+        return _near(*[torch.view_as_real(z.resolve_conj()) for z in (a, b)])
     if not a.is_floating_point():
         return bool((a == b).all())
     close = CLOSE.get(a.dtype, 0.03)
