@@ -36,6 +36,7 @@ aten = torch.ops.aten
 
 def _forget(c: Composition) -> None:
     """Let the chunks of a model be rewritten anew."""
+    compositions.captured.cache_clear()  # the front door gets this capture again if it has dropped it
     captured = compositions.captured(c.model, c.precision)
     store = captured.code
     captured.shared.clear()

@@ -71,7 +71,7 @@ def export_joint(module: torch.nn.Module, args: Sequence[torch.Tensor]) -> RawJo
 
 @contextmanager
 def _modes_kept() -> Iterator[None]:
-    """Restore the modes of autograd and autocast: a graph that ends in its middle does not leave the ones it entered."""
+    """Restore the modes of autograd and autocast, which a graph that ends in its middle does not leave."""
     cast = {
         device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         for device in ("cpu", "cuda")
