@@ -77,7 +77,7 @@ def test_machines_train_what_one_device_trains(hosts: Hosts, tmp_path: Path) -> 
 def test_a_machine_that_loses_power_is_named(
     failing: str, named: str, hosts: Hosts, tmp_path: Path
 ) -> None:
-    """On the first machine is torchrun's store: torchrun on the other ends its ranks when that is gone."""
+    """The first machine has torchrun's store: without it, torchrun on the other ends its ranks."""
     processes = begun(hosts, recipe(tmp_path, 0.05, steps=100_000))
     hosts.kill(failing)
     other = "b" if failing == "a" else "a"

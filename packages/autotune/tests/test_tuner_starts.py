@@ -1,4 +1,4 @@
-"""What a search tries first, its starts, and what it tries last, numbers without steps."""
+"""Protects: a search tries its starts first, and numbers without steps last."""
 
 from __future__ import annotations
 

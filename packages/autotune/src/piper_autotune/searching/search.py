@@ -46,7 +46,7 @@ PRUNED = 4
 UNUSABLE = 1e6
 """The part of the limit by which a candidate without any plan counts as exceeding it: more than any with one."""
 BETWEEN = 3
-"""The number of proposals of which one is a start, once half of the trials are spent."""
+"""The number of proposals among which one is a start, once half of the trials are spent."""
 ATTRIBUTE = "piper"
 
 

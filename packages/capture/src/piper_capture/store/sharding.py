@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from piper_capture.chunks.tables import (
@@ -24,14 +24,13 @@ from piper_capture.layouts import (
     split_degrees,
     with_flat_tokens,
 )
-from piper_capture.steps.joint import TracedChunk
 from piper_capture.steps.routed import RoutedLayouts
 from piper_capture.store.assemble import TRACE_ROWS, with_experts
 from piper_capture.store.codestore import Captured
 from piper_capture.store.experts import ExpertChunks
+from piper_capture.store.refitted import refitted
 from piper_capture.store.sharing_cuts import with_seams
-from piper_capture.store.sizes import Fitter, NotAffine, explain
-from piper_ir.ground.errors import CaptureError, DirectiveError
+from piper_ir.ground.errors import DirectiveError
 from piper_ir.program.layout import TOKENS, Sharding
 from piper_ir.program.program import Chunk, Param, Program
 
@@ -238,7 +237,7 @@ class _Shared:
             return chunk
         body = self._bodies.get(code)
         if body is None:
-            body = self._bodies[code] = self._body(chunk, code)
+            body = self._bodies[code] = refitted(self._captured.code, chunk, code)
         inputs = tuple(replace(i, spec=body.ports[f"in{k}"]) for k, i in enumerate(chunk.inputs))
         outputs = tuple(replace(o, spec=body.ports[f"out{k}"]) for k, o in enumerate(chunk.outputs))
         axis = (
@@ -263,22 +262,6 @@ class _Shared:
             if cut
             else shard
         )
-
-    def _body(self, chunk: Chunk, code: str) -> Chunk:
-        store = self._captured.code
-        problem: CaptureError | None = None
-        for rows in TRACE_ROWS:
-            traces: Mapping[int, TracedChunk] = {r: store.trace(code, r) for r in rows}
-            fitter = Fitter(rows, (traces[rows[0]], traces[rows[1]], traces[rows[2]]))
-            try:
-                fitted = replace(chunk, ports=fitter.ports(), steps=fitter.steps(), code=code)
-            except NotAffine as error:
-                problem = problem or explain(error, chunk.id, traces)
-                continue
-            store.expect(code, fitted)
-            return fitted
-        assert problem is not None
-        raise problem
 
     def _params(
         self, params: Sequence[Param], chunks: Sequence[Chunk], rows: Collection[str]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from piper_capture.store.assemble import TRACE_ROWS
 from piper_capture.store.codestore import Captured
-from piper_capture.store.sizes import Fitter, NotAffine, explain
+from piper_capture.store.refitted import refitted
 from piper_capture.store.tiled_loss import refused
-from piper_ir.ground.errors import CaptureError, DirectiveError
+from piper_ir.ground.errors import DirectiveError
 from piper_ir.program.program import Chunk
 
 
@@ -39,18 +38,4 @@ def _tiled(captured: Captured, chunk: Chunk, tiles: int) -> Chunk:
         raise refused(
             f"chunk {chunk.id!r} with the loss is an opaque region, which runs as it is written"
         )
-    store = captured.code
-    problem: CaptureError | None = None
-    code = store.tiled(chunk.code, tiles)
-    for rows in TRACE_ROWS:
-        traces = {r: store.trace(code, r) for r in rows}
-        fitter = Fitter(rows, (traces[rows[0]], traces[rows[1]], traces[rows[2]]))
-        try:
-            fitted = replace(chunk, ports=fitter.ports(), steps=fitter.steps(), code=code)
-        except NotAffine as error:
-            problem = problem or explain(error, chunk.id, traces)
-            continue
-        store.expect(code, fitted)
-        return fitted
-    assert problem is not None
-    raise problem
+    return refitted(captured.code, chunk, captured.code.tiled(chunk.code, tiles))

@@ -24,7 +24,7 @@ UNTAGGED: frozenset[OpOverload] = frozenset(
 )  # fmt: skip
 """The element-wise ops that torch does not tag as such in all of its releases."""
 DRAWING: frozenset[OpOverload] = frozenset({aten.native_dropout.default})
-"""The element-wise ops that draw random numbers, of which each device draws those of its elements."""
+"""The element-wise ops that draw random numbers: each device draws the numbers of its own elements."""
 ALONE: frozenset[OpOverload] = frozenset(
     {
         aten.neg.default, aten.clone.default, aten.mul.Scalar, aten.div.Scalar, aten.alias.default, aten.detach.default,
