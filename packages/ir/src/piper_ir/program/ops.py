@@ -17,6 +17,10 @@ CHECKPOINT = "checkpoint"
 """The coordinate of regions that the model itself puts under torch.utils.checkpoint."""
 HANDS_ON = "!"
 """The mark behind a policy under which R makes the outputs again, too, for the R of later chunks."""
+EVERY = "/"
+"""The mark behind the policy "products" before the number n of which it keeps every n-th."""
+WITHIN = "@"
+"""The mark behind a policy that holds inside of modules only; patterns of their names follow, joined by "+"."""
 
 ComputeStep = Literal["F", "B", "R", "I", "W"]
 
