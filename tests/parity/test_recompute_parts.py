@@ -80,6 +80,7 @@ CASES_OF_MODULES: tuple[tuple[str, str, Directives, dict[str, Any], int], ...] =
     ("written", "", GPIPE, {"modules": "*.core", "keep": "outputs"}, 1),
     ("written", "", GPIPE, {"modules": "*.core"}, 2),
     ("written", "", GPIPE, {"modules": ("*.norm1", "*.norm2"), "apart": True}, 0),
+    ("written", "", GPIPE, {"keep": "inputs@*.norm?&outputs@*.core"}, 1),
     ("plain", "tp", TENSOR, {"modules": "*.feed_forward"}, 2),
     ("plain", "tp", TENSOR, {"keep": "products/2"}, 3),
     ("mixed", "", GPIPE, {"modules": ("*.q_up", "*.kv_up", "*.turn")}, 2),
@@ -193,6 +194,28 @@ def test_an_opaque_region_is_made_again_as_a_whole_where_a_module_is_inside() ->
     assert [made.plan.chunk(c.id).coords.get("opaque") for c in variants(made)] == [1]
 
 
+class Turned(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.tanh().exp())
+
+
+def turned() -> nn.Module:
+    return nn.Sequential(*(Turned(D, D) for _ in range(4)))
+
+
+def test_a_group_makes_outputs_again_that_are_products() -> None:
+    """The policy keeps all products, and the group none of what its layers hand on."""
+    case, sgd = CASES["skip"], compositions.OPTIMIZERS["sgd"]
+    job = piper.Job(turned, case.batch, case.loss, sgd, global_batch=4, precision=FLOAT64)
+    base, made = (
+        piper.compile(job, Strategy(Mesh(), (*GPIPE, *more)))
+        for more in ((), (piper.recompute(where(), keep="products/1", group=2),))
+    )
+    judged(made, trained(base))
+    handing = [c for c in variants(made) if c.keep == "products/1!"]
+    assert handing and all(products(c) == 1 for c in handing)
+
+
 def refused(kind: type[Exception], **how: Any) -> str:
     with pytest.raises(kind) as error:
         compiled("plain", "", *GPIPE, piper.recompute(where(layer=ANY), **how))
@@ -207,6 +230,8 @@ def test_what_is_refused() -> None:
     assert "give modules=" in text and "[recompute condition 2]" in text
     text = refused(DirectiveError, keep="softmacks", modules="*.core")
     assert "'softmacks', which is no op" in text and "[recompute condition 2]" in text
+    text = refused(DirectiveError, keep="inputs@*.norm1&products")
+    assert "'products' is about parts of layers" in text and "[recompute condition 2]" in text
     text = refused(DirectiveError, modules="*.core", group=2)
     assert "leave one of the two out" in text and "[recompute condition 7]" in text
     assert "[recompute condition 8]" in refused(DirectiveError, keep="all", modules="*.core")

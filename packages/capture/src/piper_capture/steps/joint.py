@@ -84,10 +84,12 @@ class TracedChunk:
     draws: tuple[Drawn, ...] = ()
 
 
-def cut_chunk(joint: Joint, keep: str, inside: Collection[str] | None = None) -> TracedChunk:
+def cut_chunk(
+    joint: Joint, keep: str, inside: Sequence[Collection[str] | None] = (None,)
+) -> TracedChunk:
     """Return the steps of a traced chunk under a policy of recomputation; the joint graph stays as it is.
 
-    `inside` are the origins of the operations for which the policy holds; None for all.
+    `inside` are the origins of the operations for which each of the policies beside each other holds; None for all.
     """
     cut = phases.cut(joint, keep, inside)
     steps: dict[Step, Signature] = {}

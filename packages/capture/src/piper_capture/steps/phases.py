@@ -14,7 +14,7 @@ node.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,7 +35,7 @@ from piper_capture.torch_api import _torch_joint
 from piper_capture.values import aliasing
 from piper_ir.ground.errors import CaptureError
 from piper_ir.ground.sizes import TensorSpec
-from piper_ir.program.ops import HANDS_ON, KEEP_ALL
+from piper_ir.program.ops import BESIDE, HANDS_ON, KEEP_ALL
 from piper_ir.program.program import Step
 
 aten = torch.ops.aten
@@ -59,10 +59,12 @@ class ChunkSteps:
     random: bool
 
 
-def cut(joint: Joint, keep: str = KEEP_ALL, inside: Collection[str] | None = None) -> ChunkSteps:
+def cut(
+    joint: Joint, keep: str = KEEP_ALL, inside: Sequence[Collection[str] | None] = (None,)
+) -> ChunkSteps:
     """Return the steps of a chunk under a recomputation policy, and the specs of its ports.
 
-    `inside` are the origins of the operations for which the policy holds; None for all.
+    `inside` are the origins of the operations for which each of the policies beside each other holds; None for all.
     """
     rank = {n: i for i, n in enumerate(joint.graph.nodes)}
     backward = backward_nodes(joint)
@@ -126,7 +128,7 @@ def cut(joint: Joint, keep: str = KEEP_ALL, inside: Collection[str] | None = Non
 def _forward(
     joint: Joint,
     keep: str,
-    inside: Collection[str] | None,
+    inside: Sequence[Collection[str] | None],
     keeping: StepBuilder,
     body: set[fx.Node],
     placed: Mapping[fx.Node, Storage],
@@ -136,8 +138,9 @@ def _forward(
     saved = {n: s for n, s in keeping.placed.items() if s.port.startswith("saved")}
     rank = {n: i for i, n in enumerate(joint.graph.nodes)}
     order = sorted(body, key=rank.__getitem__)
-    policy = KeepPolicy(keep.removesuffix(HANDS_ON), inside, order)
-    left = [n for n in saved if keep != KEEP_ALL and not policy.keeps(n)]
+    names = [] if keep == KEEP_ALL else keep.removesuffix(HANDS_ON).split(BESIDE)
+    policies = [KeepPolicy(name, where, order) for name, where in zip(names, inside)]
+    left = [n for n in saved if not all(policy.keeps(n) for policy in policies)]
     if not left:
         return {"F": keeping.finish()}
     available = {
@@ -145,11 +148,12 @@ def _forward(
         for n, s in keeping.placed.items()
         if n not in left and not (hands_on and s.port.startswith("out"))
     }
-    again = made_again(
-        [*left, *(joint.outputs if hands_on else ())],
-        available,
-        lambda n: policy.repeats(n) or _repeatable(n, joint),
-    )
+
+    def repeats(node: fx.Node) -> bool:
+        made = node in keeping.placed or any(policy.repeats(node) for policy in policies)
+        return made or _repeatable(node, joint)
+
+    again = made_again([*left, *(joint.outputs if hands_on else ())], available, repeats)
     # Tensors that backward does not need, as the input of a module that begins with a frozen product.
     more = [n for n in order if n in again.needs and n not in available]
     keeping.hand_over("saved", more, first=len(saved))

@@ -14,7 +14,8 @@ R recomputes the others, from inputs, saved tensors and outputs. With a "!" behi
 as well, so that they need not be kept for the R of a later chunk.
 
 With "@" and patterns behind it, the policy holds inside of the modules with matching names: F saves all tensors that
-are made outside, and the ones that R reads there, although backward alone would not need them.
+are made outside, and the ones that R reads there, although backward alone would not need them. With "&" between
+them, several such policies hold beside each other, each for the modules that no earlier one has.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class KeepPolicy:
     """Say which tensors F keeps under a policy, and which operations R computes.
 
     Args:
-        policy: the policy's name.
+        policy: the policy's name, without others beside it.
         inside: the origins of the operations for which it holds; None for all.
         forward: the operations that F runs when it saves all tensors, in the order of the program.
     """

@@ -46,7 +46,7 @@ class TraceSpec:
         needs_grad: which inputs need a gradient.
         tangent_mask: which outputs receive a gradient.
         keep: the policy of recomputation.
-        inside: the places in the piece's body of the operations for which it holds; None for all.
+        inside: for each policy in it the places in the piece's body of the operations for which it holds; None for all.
         reduce: the dtype of gradient accumulators; None for the dtype of their parameters.
         shardings: how devices share its work.
         base: the original code, if this is a form of it for devices that share it; else "".
@@ -63,7 +63,7 @@ class TraceSpec:
     needs_grad: tuple[bool, ...]
     tangent_mask: tuple[bool, ...]
     keep: str = KEEP_ALL
-    inside: tuple[int, ...] | None = None
+    inside: tuple[tuple[int, ...], ...] | None = None
     reduce: torch.dtype | None = None
     shardings: tuple[Sharding, ...] = ()
     base: str = ""
@@ -74,12 +74,12 @@ class TraceSpec:
     tiles: int = 1
 
     @property
-    def origins(self) -> frozenset[str] | None:
-        """Return the names of the captured operations for which the policy holds; None for all."""
+    def origins(self) -> tuple[frozenset[str] | None, ...]:
+        """Return the names of the captured operations for which each policy holds; None for all."""
         if self.inside is None:
-            return None
+            return (None,)
         body = [node.name for node in self.cut.body(self.piece)]
-        return frozenset(body[k] for k in self.inside)
+        return tuple(frozenset(body[k] for k in places) for places in self.inside)
 
     @property
     def routes(self) -> bool:
@@ -114,7 +114,7 @@ class TraceSpec:
             self.tangent_mask,
             blocks,
             random=random,
-            keep=KEEP_ALL if self.inside == () else self.keep,
+            keep=self.keep if self.inside is None or any(self.inside) else KEEP_ALL,
             reduce=self.reduce,
         )
 
@@ -189,10 +189,12 @@ class CodeStore:
         """Let the store make the code that counts in a batch."""
         self._counters.setdefault(counter.code, counter)
 
-    def variant(self, code: str, keep: str, inside: tuple[int, ...] | None = None) -> str:
+    def variant(
+        self, code: str, keep: str, inside: tuple[tuple[int, ...], ...] | None = None
+    ) -> str:
         """Return the code id of a code under a policy of recomputation.
 
-        The policy holds for the operations at the places `inside` of the piece's body; None for all.
+        Each policy in it holds for the operations at the places `inside` of the piece's body; None for all.
         """
         name = variant_name(code, keep)
         if inside is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -12,7 +12,7 @@ from piper_capture.store.assemble import TRACE_ROWS
 from piper_capture.store.codestore import Captured
 from piper_capture.store.sizes import Fitter, NotAffine, explain
 from piper_ir.ground.errors import CaptureError, SelectorError
-from piper_ir.program.ops import KEEP_ALL, WITHIN
+from piper_ir.program.ops import BESIDE, KEEP_ALL, WITHIN
 from piper_ir.program.program import Chunk
 
 
@@ -44,16 +44,19 @@ def _variants(captured: Captured, keep: str) -> Iterator[Chunk]:
         yield replace(chunk, ports=body.ports, steps=body.steps, code=body.code, keep=keep)
 
 
-def _modules(captured: Captured, keep: str) -> frozenset[int] | None:
-    """Return the modules of a policy with all inside of them, by their ids; None if it holds everywhere."""
-    written = keep.partition(WITHIN)[2]
-    if not written:
+def _modules(captured: Captured, keep: str) -> list[set[int]] | None:
+    """Return for each policy its modules with all inside of them, by their ids; None for one that holds everywhere."""
+    if WITHIN not in keep:
         return None
+    return [_inner(captured, one.partition(WITHIN)[2]) for one in keep.split(BESIDE)]
+
+
+def _inner(captured: Captured, patterns: str) -> set[int]:
     model = captured.forward.model
     every = {name: m for name, m in model.named_modules(remove_duplicate=False) if name}
     ran = {id for node in captured.forward.graph.nodes for id in _stack(node)}
     chosen: set[int] = set()
-    for pattern in written.split("+"):
+    for pattern in patterns.split("+"):
         found = [m for name, m in every.items() if matches(pattern, name)]
         inner = {id(i) for m in found for i in m.modules()}
         if not inner & ran:
@@ -64,7 +67,7 @@ def _modules(captured: Captured, keep: str) -> frozenset[int] | None:
                 f'matched as those of files: "*.mlp" means layers.0.mlp, layers.1.mlp and so on'
             )
         chosen |= inner
-    return frozenset(chosen)
+    return chosen
 
 
 def _stack(node: fx.Node) -> Iterator[int]:
@@ -73,16 +76,20 @@ def _stack(node: fx.Node) -> Iterator[int]:
 
 
 def _inside(
-    captured: Captured, chunk: Chunk, modules: frozenset[int] | None
-) -> tuple[int, ...] | None:
-    """Return the places in a chunk's body of the operations inside of modules; None if these are no condition."""
+    captured: Captured, chunk: Chunk, modules: Sequence[set[int]] | None
+) -> tuple[tuple[int, ...], ...] | None:
+    """Return for each policy the places in a chunk's body of its operations: those that no earlier policy has."""
     if modules is None:
         return None
     cut = captured.code.recipe(chunk.code).cut
     (piece,) = (piece for piece in cut.pieces if piece.region.id == chunk.id)
-    return tuple(
-        k for k, node in enumerate(cut.body(piece)) if not modules.isdisjoint(_stack(node))
-    )
+    places: list[list[int]] = [[] for _ in modules]
+    for k, node in enumerate(cut.body(piece)):
+        stack = {*_stack(node)}
+        own = next((n for n, inside in enumerate(modules) if inside & stack), None)
+        if own is not None:
+            places[own].append(k)
+    return tuple(map(tuple, places))
 
 
 def _body(captured: Captured, chunk: Chunk, keep: str, code: str) -> Chunk:

@@ -10,7 +10,8 @@ Regions that a model puts under torch.utils.checkpoint itself are under "inputs"
 that were written last.
 
 With `modules` the policy holds for tensors that are made inside of modules with these names, and F saves all others. It
-is part of the policy's name: keep="inputs", modules=("*.mlp",) is keep="inputs@*.mlp".
+is part of the policy's name: keep="inputs", modules=("*.mlp",) is keep="inputs@*.mlp". Several policies may stand beside
+each other, as in keep="inputs@*.norm1&outputs@*.core"; an operation is under the first one that has its module.
 
 With group=k only the inputs of every k-th layer are saved: R of a layer also makes the output again that R of the next
 one reads, as value layer1:out0!r. These R are nodes of their own.
@@ -52,6 +53,7 @@ from piper_ir.graph.graph_parts import common, in_mbs
 from piper_ir.ground.node_ids import compute_id
 from piper_ir.ground.select import ANY, Where
 from piper_ir.program.ops import (
+    BESIDE,
     CHECKPOINT,
     EVERY,
     HANDS_ON,
@@ -351,34 +353,40 @@ def _accepted() -> str:
     return ", ".join(map(repr, (*POLICIES, f"products{EVERY}2")))
 
 
-def _misspelt(keep: str) -> str:
-    """Return the problem with the form of a policy; "" if there is none."""
-    accepted = _accepted()
-    if not isinstance(keep, str) or not keep.partition(WITHIN)[0]:
-        return f"keep={keep!r}; {accepted} or a tuple of names of ops is accepted"
-    name, mark, every = keep.partition(WITHIN)[0].partition(EVERY)
-    if mark and not (name == "products" and every.isdecimal() and int(every)):
-        return f"keep={keep!r}; one of n products is kept as in 'products{EVERY}2'"
-    if name == "outputs" and WITHIN not in keep:
-        return f"keep={keep!r} is about the results of modules; give modules=, or {accepted}"
-    return ""
+def _misspelt(keep: str) -> tuple[int, str] | None:
+    """Return the condition that the form of a policy breaks, and the problem; None if it breaks none."""
+    accepted = f"keep={keep!r}; {_accepted()} or a tuple of names of ops is accepted"
+    if not isinstance(keep, str):
+        return 2, accepted
+    for one in keep.split(BESIDE):
+        policy, within, modules = one.partition(WITHIN)
+        name, mark, every = policy.partition(EVERY)
+        if not name:
+            return 2, accepted
+        if mark and not (name == "products" and every.isdecimal() and int(every)):
+            return 2, f"keep={keep!r}; one of n products is kept as in 'products{EVERY}2'"
+        if not within and (name == "outputs" or BESIDE in keep):
+            return 2, f"{policy!r} is about parts of layers; give modules=, or {_accepted()}"
+        if within and (name == KEEP_ALL or not all(modules.split("+"))):
+            return 8, (
+                f"keep={policy!r} with modules={modules!r}; names of modules such as '*.mlp' are expected, and "
+                f"another keep than 'all'"
+            )
+    return None
 
 
 def _check_policy(item: Recompute, program: Program, nodes: list[Node]) -> None:
     """Check conditions 2 and 8."""
     if problem := _misspelt(item.keep):
-        raise fail(item, 2, problem)
-    keep, within, modules = item.keep.partition(WITHIN)
-    if within and (keep == KEEP_ALL or not all(modules.split("+"))):
-        raise fail(
-            item,
-            8,
-            f"keep={keep!r} with modules={modules!r}; names of modules such as '*.mlp' are expected, and another keep "
-            f"than 'all'",
-        )
-    keep = keep.partition(EVERY)[0]
-    if keep in POLICIES:
-        return
+        raise fail(item, *problem)
+    for one in item.keep.split(BESIDE):
+        keep = one.partition(WITHIN)[0]
+        if keep.partition(EVERY)[0] not in POLICIES:
+            _check_ops(item, keep, program, nodes)
+
+
+def _check_ops(item: Recompute, keep: str, program: Program, nodes: list[Node]) -> None:
+    """Check condition 2 for names of ops."""
     accepted = _accepted()
     chunks = [program.chunk(id) for id in dict.fromkeys(str(n.coords["chunk"]) for n in nodes)]
     ops = sorted({k.op for c in chunks for k in c.steps["F"].cost.kernels})

@@ -10,7 +10,7 @@ from piper_interop.megatron.stages import counts_of, evened, layout
 from piper_interop.neutral.described import DeviceLayout, JobDescription, Recomputation
 from piper_interop.neutral.system import Exported
 from piper_interop.neutral.writer import check_batch
-from piper_ir.program.ops import WITHIN
+from piper_ir.program.ops import BESIDE, WITHIN
 
 FILE = "megatron.args"
 _KINDS = {"ring": "p2p", "gather": "all_gather", "heads": "a2a"}
@@ -210,7 +210,7 @@ def _recompute(described: JobDescription, options: WrittenOptions) -> None:
     if not rules:
         return
     rule, layers = rules[0], int(described.sizes.fields["layers"])
-    patterns = {*rule.keep.partition(WITHIN)[2].split("+")}
+    patterns = {p for one in rule.keep.split(BESIDE) for p in one.partition(WITHIN)[2].split("+")}
     parts = [name for name, all in parts_of(described.sizes).items() if all and patterns >= {*all}]
     if len(rules) == 1 and rule == Recomputation(policy_of(parts, described.sizes)):
         options.add("recompute-granularity", "selective")

@@ -12,7 +12,7 @@ from piper_interop.megatron.table_model import DISCARDING, clamp, latent, mixtur
 from piper_interop.neutral.described import ModelSizes
 from piper_interop.neutral.foreign import Foreign
 from piper_ir.ground.errors import JobError
-from piper_ir.program.ops import WITHIN
+from piper_ir.program.ops import BESIDE, WITHIN
 
 DEFAULTS: dict[str, Any] = {
     "kv_heads": None, "head_dim": None, "activation": "silu", "gated": True, "norm": "rmsnorm", "eps": 1e-5,
@@ -299,7 +299,8 @@ def parts_of(sizes: ModelSizes) -> dict[str, tuple[str, ...]]:
 
 def policy_of(parts: Collection[str], sizes: ModelSizes) -> str:
     """Return the policy that computes parts of layers again; "" if the model has none of them."""
-    modules = parts_of(sizes)
-    patterns = sorted({pattern for part in parts for pattern in modules.get(part, ())})
-    keep = "inputs" if DISCARDING & {*parts} else "outputs"
-    return f"{keep}{WITHIN}{'+'.join(patterns)}" if patterns else ""
+    modules, policies = parts_of(sizes), []
+    for keep, chosen in (("inputs", DISCARDING & {*parts}), ("outputs", {*parts} - DISCARDING)):
+        if patterns := sorted({pattern for part in chosen for pattern in modules.get(part, ())}):
+            policies.append(f"{keep}{WITHIN}{'+'.join(patterns)}")
+    return BESIDE.join(policies)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from piper_interop.megatron.degrees import degrees
 from piper_interop.megatron.table_model import (
-    DISCARDING,
     FAST,
     LESS,
     MORE,
@@ -235,11 +234,6 @@ STRATEGY: OptionTable = {
             "recomputation of a part that no layer here has",
             "take these with --set: core_attn, layernorm, mla_up_proj, mlp, moe, moe_act, shared_experts",
             when=lambda f: not WORDS_OF_PARTS.issuperset(parts_again(f)),
-        ),
-        Nearest(
-            "the result of attention's inside is computed again, too",
-            f"{LESS}, by one tensor of tokens x width in a layer",
-            when=lambda f: "core_attn" in (parts := parts_again(f)) and not DISCARDING.isdisjoint(parts),
         ),
         Mapped("recompute: modules"),
     ),

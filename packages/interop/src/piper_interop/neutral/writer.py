@@ -8,7 +8,7 @@ from typing import Any
 
 from piper_interop.neutral.described import DeviceLayout, JobDescription, Recomputation, literal
 from piper_ir.ground.errors import JobError
-from piper_ir.program.ops import WITHIN
+from piper_ir.program.ops import BESIDE, WITHIN
 
 COLUMNS = 120
 
@@ -174,8 +174,10 @@ def _recompute(recompute: Recomputation) -> str:
     if isinstance(recompute.layers, int):
         layers = f"range({recompute.layers})"
     group = "" if recompute.group == 1 else f", group={recompute.group}"
-    keep, within, modules = recompute.keep.partition(WITHIN)
-    inside = f", modules={literal(tuple(modules.split('+')))}" if within else ""
+    keep, inside = recompute.keep, ""
+    if WITHIN in keep and BESIDE not in keep:
+        keep, _, modules = keep.partition(WITHIN)
+        inside = f", modules={literal(tuple(modules.split('+')))}"
     return f"piper.recompute(where(layer={layers}), keep={literal(keep)}{group}{inside})"
 
 

@@ -21,6 +21,8 @@ EVERY = "/"
 """The mark behind the policy "products" before the number n of which it keeps every n-th."""
 WITHIN = "@"
 """The mark behind a policy that holds inside of modules only; patterns of their names follow, joined by "+"."""
+BESIDE = "&"
+"""The mark between policies that hold inside of different modules."""
 
 ComputeStep = Literal["F", "B", "R", "I", "W"]
 
