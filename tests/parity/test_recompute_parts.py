@@ -14,7 +14,7 @@ import piper
 from piper import ANY, models
 from piper.api.compiling.compiling import Compiled
 from piper.planning.foreign import model_sizes
-from piper.views.explain_recompute import recomputation
+from piper.views.explained.recompute import recomputation
 from piper_capture.steps.recompute import KeepPolicy
 from piper_compiler import Strategy, recipes, split
 from piper_interop.megatron.sizes import policy_of
