@@ -73,7 +73,7 @@ class KeepPolicy:
     def repeats(self, node: fx.Node) -> bool:
         """Return whether R computes a tensor again that it needs, and F does not keep it for that.
 
-        Of numbered products R computes none of those that F keeps, although backward itself may not need them.
+        Of numbered products R computes none that F keeps, although backward itself may not need them.
         """
         return self._holds(node) and not (self._numbered and self._names(node))
 

@@ -78,7 +78,7 @@ def _stack(node: fx.Node) -> Iterator[int]:
 def _inside(
     captured: Captured, chunk: Chunk, modules: Sequence[set[int]] | None
 ) -> tuple[tuple[int, ...], ...] | None:
-    """Return for each policy the places in a chunk's body of its operations: those that no earlier policy has."""
+    """Return for each policy the places in a chunk's body of its operations, without an earlier policy's."""
     if modules is None:
         return None
     cut = captured.code.recipe(chunk.code).cut

@@ -10,8 +10,8 @@ Regions that a model puts under torch.utils.checkpoint itself are under "inputs"
 that were written last.
 
 With `modules` the policy holds for tensors that are made inside of modules with these names, and F saves all others. It
-is part of the policy's name: keep="inputs", modules=("*.mlp",) is keep="inputs@*.mlp". Several policies may stand beside
-each other, as in keep="inputs@*.norm1&outputs@*.core"; an operation is under the first one that has its module.
+is part of the policy's name: keep="inputs", modules=("*.mlp",) is keep="inputs@*.mlp". Several policies may stand
+beside each other, as in keep="inputs@*.norm1&outputs@*.core"; an operation is under the first that has its module.
 
 With group=k only the inputs of every k-th layer are saved: R of a layer also makes the output again that R of the next
 one reads, as value layer1:out0!r. These R are nodes of their own.
