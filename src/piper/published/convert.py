@@ -242,8 +242,7 @@ def model_of(published: PublishedRow) -> tuple[models.DecoderConfig, tuple[str, 
         fields |= {"attention_bias": "all", "mlp_bias": True, "positions": "learned"}
         fields |= {"attention": "math" if written else "fused"}
         if written:
-            # no rule of `shard` knows dropout; stacks of this age count its passes (clusters.md)
-            fields["dropout"] = 0.1 if published.tp == 1 else 0.0
+            fields["dropout"] = 0.1
             notes.append("float16 is computed as bfloat16, which has as many bytes")
     for words, changes in MODEL_WORDS:
         if words in published.note:
