@@ -16,6 +16,8 @@ none is about a row.
       selective          note says so, else the results of products (torchtitan's default)
     schedule             1f1b and interleaved; zb1p and zb2p are searched with limits of p and 2p activations, as their
                          paper does (arXiv 2401.10241, section 4)
+    experts, top_k,      layers of experts, dropless or with a capacity; dp counts all replicas of the rest, of which ep
+      ep, ...            share the experts
     pp x vpp > layers    embedding and head are stages of their own; with 1f1b the first and the last have fewer layers
 """
 
@@ -66,10 +68,14 @@ NVLINK_DOMAIN = {"gb200-186g": 72}
 """The devices that NVLink joins, where they are more than a node."""
 MICRO_BATCHES, CHUNKS = (1, 2, 4, 8, 16), (2, 3, 4, 6, 8)
 """The values that are plausible for an open `micro_batch` and an open `vpp` of an interleaved schedule."""
+LATENT = models.Latent(q_rank=1_536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
+"""The latent attention of DeepSeek-V2 and V3 (arXiv 2405.04434, section 3.1.2), which others took over."""
 MODEL_WORDS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("latent attention", {"latent": LATENT, "kv_heads": None}),
     ("ALiBi", {"positions": "none"}),  # FlashAttention's kernel adds the bias to the scores
     ("squared ReLU", {"activation": "squared_relu", "attention_bias": "none", "mlp_bias": False}),
     ("rotary", {"positions": "rotary"}),
+    ("gated GELU", {"activation": "gelu"}),
 )
 """The words of a note that change a model."""
 
@@ -129,9 +135,13 @@ def row(
         config,
         global_batch=published.global_batch,
         precision=_precision(published),
-        clip_norm=1.0 if _is_megatron(published) else None,
+        clip_norm=1.0 if _is_megatron(published) and not _updates_alone(published) else None,
     )
-    mesh = Mesh(pp=published.pp, dp=published.dp, cp=published.cp, tp=published.tp)
+    if _updates_alone(published):
+        job = replace(job, loss_over="microbatch")
+    degrees = {"pp": published.pp, "dp": published.dp // published.ep, "ep": published.ep}
+    degrees |= {"cp": published.cp, "tp": published.tp}
+    mesh = Mesh(tuple((axis, n) for axis, n in degrees.items() if axis != "ep" or n > 1))
     directives = (
         *_sharding(published),
         *_schedule(published, microbatches, times),
@@ -244,6 +254,24 @@ def model_of(published: PublishedRow) -> tuple[models.DecoderConfig, tuple[str, 
         if written:
             fields["dropout"] = 0.1
             notes.append("float16 is computed as bfloat16, which has as many bytes")
+    if published.experts is not None:
+        hidden = published.expert_ffn or fields["hidden"]
+        fields["dense_layers"] = published.dense_layers
+        fields["experts"] = models.Experts(
+            number=published.experts,
+            top_k=published.top_k or 1,
+            hidden=hidden,
+            shared_hidden=hidden * published.shared_experts,
+            capacity_factor=_capacity(published),
+        )
+        if published.capacity and published.cp > 1:
+            notes.append(
+                "experts with a capacity are dropless, as the devices along cp share the tokens"
+            )
+        elif published.capacity and published.tp > 1 and published.seq_parallel:
+            notes.append(
+                "sequence parallelism of a mixture is all-reduces, which have as many bytes"
+            )
     for words, changes in MODEL_WORDS:
         if words in published.note:
             fields |= changes
@@ -255,6 +283,15 @@ def model_of(published: PublishedRow) -> tuple[models.DecoderConfig, tuple[str, 
 def _is_megatron(published: PublishedRow) -> bool:
     words = ("Megatron", "NeMo", "vTrain", "SC21", "Zero Bubble", "Korthikanti")
     return published.dtype == "fp16" or any(word in published.text for word in words)
+
+
+def _updates_alone(published: PublishedRow) -> bool:
+    """Return whether stages update without a value from all others: the norm to clip by, or how many targets count.
+
+    Megatron clips by default, and takes the mean of each microbatch. Zero-bubble pipelines update first and check the
+    norm of all gradients later (arXiv 2401.10241, section 4).
+    """
+    return published.schedule.startswith("zb")
 
 
 def _precision(published: PublishedRow) -> Any:
@@ -279,18 +316,42 @@ def _microbatches(published: PublishedRow) -> int:
         raise JobError(
             f"{published.case}: dp x cp x tp x pp is {degrees}, and there are {published.gpus} devices"
         )
+    if published.dp % published.ep:
+        raise JobError(
+            f"{published.case}: ep = {published.ep} does not divide dp = {published.dp}; experts are shared by a part of "
+            f"the replicas"
+        )
     return published.global_batch // per_step
 
 
 def _sharding(published: PublishedRow) -> tuple[Directive, ...]:
     directives: tuple[Directive, ...] = ()
+    places = _capacity(published) is not None
     if published.tp > 1:
-        directives += recipes.tensor_parallel(sequence=published.seq_parallel)
+        # hidden elements of experts with a capacity are shared over tp where devices have all tokens
+        directives += recipes.tensor_parallel(sequence=published.seq_parallel and not places)
+    if published.ep > 1 and places:
+        directives += recipes.expert_parallel()
+    elif published.ep > 1:
+        joint = published.tp > 1 and published.seq_parallel
+        joint = joint and (published.experts or 0) % (published.tp * published.ep) == 0
+        bound = 1.0 if _is_even(published) else 1.25
+        directives += recipes.expert_parallel(over=("tp", "ep") if joint else "ep", bound=bound)
     if published.cp > 1:
         exchange = _exchange(published)
         order: Any = "zigzag" if exchange == "ring" else ""
         directives += recipes.context_parallel(attention=exchange, order=order)
     return directives
+
+
+def _capacity(published: PublishedRow) -> float | None:
+    """Return the capacity of a row's experts; None where they are dropless, or devices along cp share the tokens."""
+    return published.capacity if published.cp == 1 else None
+
+
+def _is_even(published: PublishedRow) -> bool:
+    """Return whether every expert gets as many tokens: by places that are filled up, or by force."""
+    return bool(published.capacity) or "force-balance" in published.text
 
 
 def _exchange(published: PublishedRow) -> Literal["heads", "ring"]:
@@ -358,7 +419,8 @@ def _states(
 ) -> tuple[Directive, ...]:
     if published.dp * published.cp == 1 and published.zero == 0:
         return (replicate(where(), over="dp"),)
-    over = ("dp", "cp") if published.cp > 1 and published.zero else ("dp",)
+    over = ("dp", *(["ep"] if published.ep > 1 else []))
+    over = (*over, "cp") if published.cp > 1 and published.zero else over
     if published.zero == 3:
         item = 2 if _precision(published).reduce == "bfloat16" else 4
         each = item * _layer_parameters(replace(config, layers=1)) / published.tp / 2**20

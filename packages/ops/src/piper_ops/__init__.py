@@ -14,6 +14,7 @@ from piper_ops.costing.workspace import (
     Workspace,
     cpu_workspace,
     cuda_workspace,
+    is_written_on_cpu,
     peak_bytes_inside,
     room_of_rounds,
 )
@@ -163,6 +164,7 @@ __all__ = [
     "context_merge",
     "context_take",
     "cpu_workspace",
+    "is_written_on_cpu",
     "cross_entropy",
     "cross_entropy_dgrad",
     "cross_entropy_joined",

@@ -85,6 +85,21 @@ def cpu_workspace(
     return _ON_CPU[op](call_of(op, args_meta, out_meta, kwargs_meta or {}))
 
 
+def is_written_on_cpu(
+    op: object,
+    args_meta: Sequence[Any],
+    out_meta: Any,
+    kwargs_meta: Mapping[str, Any] | None = None,
+) -> bool:
+    """Return whether a CPU computes an attention op written out, where every CUDA device has a kernel for it."""
+    if not isinstance(op, torch._ops.OpOverload) or _ON_CPU.get(op) is not _attention_on_cpu:
+        return False
+    call = call_of(op, args_meta, out_meta, kwargs_meta or {})
+    mask, causal = call.args["mask"] is not None, call.args["is_causal"]
+    here = attention_lowering("cpu", *_taken(call), masked=mask, is_causal=causal)
+    return here.fallback and "math" not in _on_cuda(call)
+
+
 def _attention_on_cpu(call: Call) -> int:
     """Count the mask, copies, and a second logsumexp, since the kernel gives it with the heads innermost."""
     mask, causal = call.args["mask"] is not None, call.args["is_causal"]
@@ -332,12 +347,16 @@ def _attention_dgrad(call: Call) -> Workspace:
 
 
 def _most(call: Call, of: Callable[[LoweringName], int]) -> int:
+    return max(of(name) for name in _on_cuda(call))
+
+
+def _on_cuda(call: Call) -> set[LoweringName]:
+    """Return the lowerings that an attention op takes on CUDA devices of any capability."""
     mask, causal = call.args["mask"] is not None, call.args["is_causal"]
-    lowerings = [
-        attention_lowering("cuda", *_taken(call), masked=mask, is_causal=causal, capability=c)
+    return {
+        attention_lowering("cuda", *_taken(call), masked=mask, is_causal=causal, capability=c).name
         for c in CAPABILITIES
-    ]
-    return max(of(name) for name in {lowering.name for lowering in lowerings})
+    }
 
 
 def _fused_dgrad(call: Call, name: LoweringName) -> int:
