@@ -58,8 +58,6 @@ PADDED = 128
 """The number of which, times tp, Megatron makes a vocabulary a multiple."""
 SAVED = {"mm", "rms_norm", "attention", "mul", "add", "cat", "_to_copy", "silu"}
 """The operators of a gated block whose results autograd may save."""
-WRITTEN = ("addmm", "mm", "layer_norm", "gelu", "add", "clone")
-"""The operators of a block with attention written out whose results are kept where core attention is made again."""
 RING = {"context_take", "context_merge"}
 """The operators of attention in a ring, likewise."""
 WHOLE_MB = 2**20
@@ -401,7 +399,7 @@ def _recomputation(
     if published.recompute == "full":
         return (recompute(where(layer=ANY), keep="inputs"),)
     if config.attention == "math":
-        return (recompute(where(layer=ANY), keep=WRITTEN),)
+        return (recompute(where(layer=ANY), keep="no_scores"),)
     if "every second layer" in published.note:
         second = tuple(range(0, published.layers, 2))
         return (recompute(where(layer=second), keep="inputs"),)

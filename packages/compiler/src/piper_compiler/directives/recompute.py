@@ -14,7 +14,7 @@ one reads, as value layer1:out0!r. These R are nodes of their own.
 
 Legality
  1. Forward and backward are selected alike: a policy holds for both.
- 2. `keep` is "all", "products", "attention", "inputs", or names of ops that the selected chunks run.
+ 2. `keep` is "all", "products", "attention", "inputs", "no_scores", or names of ops that the selected chunks run.
  3. No selected node is under a policy already.
  4. The program is of a captured model, for which capture makes R, or synthetic with seconds of R and keep="inputs".
  5. R reads no buffer that the model changes while it runs, since by then the buffer has other content.
@@ -46,7 +46,7 @@ from piper_ir.ground.select import ANY, Where
 from piper_ir.program.ops import CHECKPOINT, HANDS_ON, KEEP_ALL, Compute, variant_name
 from piper_ir.program.program import Chunk, Program
 
-POLICIES = (KEEP_ALL, "products", "attention", "inputs")
+POLICIES = (KEEP_ALL, "products", "attention", "inputs", "no_scores")
 """The policies that have a name; any other is names of ops, joined by "+"."""
 
 ASKED_FOR = "inputs"
