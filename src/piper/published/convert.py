@@ -262,14 +262,8 @@ def model_of(published: PublishedRow) -> tuple[models.DecoderConfig, tuple[str, 
             shared_hidden=hidden * published.shared_experts,
             capacity_factor=_capacity(published),
         )
-        if published.capacity and published.cp > 1:
-            notes.append(
-                "experts with a capacity are dropless, as the devices along cp share the tokens"
-            )
-        elif published.capacity and published.tp > 1 and published.seq_parallel:
-            notes.append(
-                "sequence parallelism of a mixture is all-reduces, which have as many bytes"
-            )
+        if published.capacity and _capacity(published) is None:
+            notes.append("experts are dropless, and whole along axes that share tokens: too large")
     for words, changes in MODEL_WORDS:
         if words in published.note:
             fields |= changes
@@ -324,11 +318,9 @@ def _microbatches(published: PublishedRow) -> int:
 
 def _sharding(published: PublishedRow) -> tuple[Directive, ...]:
     directives: tuple[Directive, ...] = ()
-    places = _capacity(published) is not None
     if published.tp > 1:
-        # hidden elements of experts with a capacity are shared over tp where devices have all tokens
-        directives += recipes.tensor_parallel(sequence=published.seq_parallel and not places)
-    if published.ep > 1 and places:
+        directives += recipes.tensor_parallel(sequence=published.seq_parallel)
+    if published.ep > 1 and _capacity(published) is not None:
         directives += recipes.expert_parallel()
     elif published.ep > 1:
         joint = published.tp > 1 and published.seq_parallel
@@ -343,8 +335,9 @@ def _sharding(published: PublishedRow) -> tuple[Directive, ...]:
 
 
 def _capacity(published: PublishedRow) -> float | None:
-    """Return the capacity of a row's experts; None where they are dropless, or devices along cp share the tokens."""
-    return published.capacity if published.cp == 1 else None
+    """Return the capacity of a row's experts; None where they are dropless, or devices share the tokens of a row."""
+    shared = published.cp > 1 or (published.tp > 1 and published.seq_parallel)
+    return None if shared else published.capacity
 
 
 def _is_even(published: PublishedRow) -> bool:

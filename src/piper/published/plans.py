@@ -91,8 +91,11 @@ def believed(stack: Stack | None) -> Stack | None:
     """Return a stack with its priors as constants, so that what follows from it does not depend on a fit."""
     if stack is None:
         return None
-    priors = {name: replace(one, value=one.prior) for name, one in stack.constants.items()}
-    return replace(stack, constants=priors)
+    priors = {
+        name: replace(one, value=one.prior, fitted=False, source="prior")
+        for name, one in stack.constants.items()
+    }
+    return replace(stack, constants=priors, seen=0.0)
 
 
 def stage_times(published: PublishedRow, stack: Stack | None) -> dict[str, Any]:
