@@ -120,8 +120,12 @@ def as_numbers(
     row |= {name: getattr(facts, name, None) for name in ("mesh", "schedule", "rows")}
     counts = {"candidates": len(study.rows), "scored": sum(r.kind not in RULES for r in study.rows)}
     counts |= {"folded": len(study.folded())}
-    remarks = {"indifferent": study.indifferent(), "one_word": list(study.advice)}
-    remarks |= {"interval_share": study.interval_share, "interval_stack": study.interval_stack}
+    remarks: dict[str, Any] = {
+        "indifferent": study.indifferent(),
+        "one_word": list(study.advice),
+        "interval_share": study.interval_share,
+        "interval_stack": study.interval_stack,
+    }
     search: dict[str, Any] = (
         counts | remarks | {"rejected": _rejected(study), "interrupted": study.interrupted}
     )

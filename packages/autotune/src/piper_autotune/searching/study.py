@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -163,10 +163,12 @@ class Study(Brief):
             cast(Objective, document.objective),
             document.repeated,
             document.exhausted,
-            document.interval_share,
-            document.interval_stack,
         )
-        return Study(*head, strategies, *tail)
+        return replace(
+            Study(*head, strategies, *tail),
+            interval_share=document.interval_share,
+            interval_stack=document.interval_stack,
+        )
 
 
 def _rank(row: Row) -> tuple[bool, float, int]:
