@@ -22,11 +22,11 @@ from piper_ops import (
 )
 from piper_ops.attention import sdpa
 from piper_ops.attention.sdpa_kernels import KERNELS
+from piper_ops.costing.attention_lowerings import is_written_on_cpu
 from piper_ops.costing.workspace import (
     Workspace,
     cpu_workspace,
     cuda_workspace,
-    is_written_on_cpu,
     peak_bytes_inside,
 )
 from piper_ops.ground.library import OP_KERNELS

@@ -8,13 +8,13 @@ inside of steps. Other packages import names from here.
 from piper_ops.attention.context import context_add, context_add_, context_merge, context_take
 from piper_ops.attention.lowering import Lowering, attention_lowering
 from piper_ops.attention.sdpa import attention, attention_dgrad
+from piper_ops.costing.attention_lowerings import is_written_on_cpu
 from piper_ops.costing.costs import KernelInfo, kernel_of, op_cost, own_costs
 from piper_ops.costing.registry import PORTABLE, Formula, PortableOp
 from piper_ops.costing.workspace import (
     Workspace,
     cpu_workspace,
     cuda_workspace,
-    is_written_on_cpu,
     peak_bytes_inside,
     room_of_rounds,
 )
