@@ -467,4 +467,4 @@ def drawn(seed: int) -> tuple[Composition, str]:
     row = wide_row(seed)
     made = composition(row, seed)
     tiles = 2 if row["model"] in TILED and seed % 3 == 0 else 1
-    return replace(made, tiles=tiles), row["launcher"]
+    return replace(made, tiles=tiles, scaled=seed % 5 == 1), row["launcher"]

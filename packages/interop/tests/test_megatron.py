@@ -179,7 +179,6 @@ def test_recomputation(more: str, rules: tuple[Recomputation, ...]) -> None:
 @each_case(
     ("more", "stand_in", "words_of_it"),
     [
-        ("--fp16", "bf16", "without a scale"),
         ("--fp8-format hybrid --fp8-recipe blockwise", "bf16", "too slow"),
         ("--mtp-num-layers 1", "no-mtp", "left out"),
         ("--optimizer muon", "adam", "as AdamW"),
@@ -321,3 +320,29 @@ def test_a_batch_that_decreases_or_grows() -> None:
     job = described("--step-batch-size-schedule 0:16 200B:32 400B:64")
     assert job.global_batch == 64
     assert any("earlier steps have fewer rows" in note for note in job.notes)
+
+
+@each_case(
+    ("more", "reduce", "scale"),
+    [
+        ("--fp16", "float16", (("initial", 2.0**32), ("interval", 1000), ("hysteresis", 2))),
+        (
+            "--fp16 --accumulate-allreduce-grads-in-fp32 --loss-scale 4096",
+            "float32",
+            (("fixed", 4096.0),),
+        ),
+        (
+            "--fp16 --initial-loss-scale 65536 --loss-scale-window 2000 --hysteresis 1 --min-loss-scale 4",
+            "float16",
+            (("least", 4.0),),
+        ),
+    ],
+)
+def test_fp16_has_a_scaled_loss(
+    more: str, reduce: str, scale: tuple[tuple[str, float], ...]
+) -> None:
+    job = described(more)
+    assert (job.compute, job.reduce, job.loss_scale) == ("float16", reduce, scale)
+    written = python(job, "A job")
+    assert "loss_scale=" in written
+    compile(written, "FILE.py", "exec")

@@ -38,6 +38,15 @@ def test_layouts_come_back(layout: DeviceLayout) -> None:
     assert replace(back(job), notes=()) == job
 
 
+@each_case(
+    ("scale", "reduce"),
+    [((("initial", 1024.0), ("hysteresis", 3)), "float16"), ((), "float32"), ((("fixed", 128.0),), "float32")],
+)  # fmt: skip
+def test_a_scaled_loss_comes_back(scale: tuple[tuple[str, float], ...], reduce: str) -> None:
+    job = replace(job_with(DeviceLayout()), compute="float16", reduce=reduce, loss_scale=scale)
+    assert replace(back(job), notes=()) == job
+
+
 @st.composite
 def layouts(draw: st.DrawFn) -> DeviceLayout:
     """Draw a layout that Megatron can say, for eight layers."""

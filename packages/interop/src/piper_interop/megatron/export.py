@@ -6,7 +6,7 @@ from piper_interop.megatron.describe import PP_FIRST, WHOLE_MB
 from piper_interop.megatron.export_sizes import write_sizes
 from piper_interop.megatron.exported import WrittenOptions
 from piper_interop.megatron.stages import counts_of, evened, layout
-from piper_interop.neutral.described import DeviceLayout, JobDescription, Recomputation
+from piper_interop.neutral.described import USUAL_SCALE, DeviceLayout, JobDescription, Recomputation
 from piper_interop.neutral.system import Exported
 from piper_interop.neutral.writer import check_batch
 
@@ -53,16 +53,42 @@ def _start(described: JobDescription) -> str:
 
 def _precision(described: JobDescription, options: WrittenOptions) -> None:
     params, compute, reduce = described.params, described.compute, described.reduce
-    if params != "float32" or compute not in ("float32", "bfloat16"):
+    if params != "float32" or compute not in ("float32", "bfloat16", "float16"):
         options.refuse(
             f"params={params!r} with compute={compute!r}", "params='float32', compute='bfloat16'"
         )
     options.add("bf16", compute == "bfloat16")
+    options.add("fp16", compute == "float16")
+    if compute == "float16" and reduce in ("float16", "float32"):
+        options.add("accumulate-allreduce-grads-in-fp32", reduce == "float32")
+        _loss_scale(described, options)
+        return
     if reduce == "bfloat16" and compute == "bfloat16":
         options.add("grad-reduce-in-bf16")
     elif reduce != "float32":
         options.refuse(f"reduce={reduce!r} with compute={compute!r}", "reduce='float32'")
     options.add("accumulate-allreduce-grads-in-fp32", reduce == "float32" and compute == "bfloat16")
+
+
+def _loss_scale(described: JobDescription, options: WrittenOptions) -> None:
+    scale = {**USUAL_SCALE, **dict(described.loss_scale)}
+    if "fixed" in scale:
+        options.add("loss-scale", scale["fixed"])
+        return
+    for name in ("growth", "backoff"):
+        if scale[name] != USUAL_SCALE[name]:
+            options.near(f"LossScale({name}={scale[name]})", str(USUAL_SCALE[name]))
+    for option, name in SCALES.items():
+        options.add(option, scale[name])
+
+
+SCALES = {
+    "initial-loss-scale": "initial",
+    "min-loss-scale": "least",
+    "loss-scale-window": "interval",
+    "hysteresis": "hysteresis",
+}
+"""The options of a scale of the loss, with the fields of `piper.LossScale`."""
 
 
 def _shared(described: JobDescription, options: WrittenOptions) -> None:
@@ -199,7 +225,8 @@ def _buckets(described: JobDescription, options: WrittenOptions) -> None:
     options.add("overlap-grad-reduce")
     options.add("overlap-param-gather", plan.zero == 1)
     options.add(
-        "ddp-bucket-size", round(size * 2**20 / (2 if described.reduce == "bfloat16" else 4))
+        "ddp-bucket-size",
+        round(size * 2**20 / (2 if described.reduce in ("bfloat16", "float16") else 4)),
     )
 
 

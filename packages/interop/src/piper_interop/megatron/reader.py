@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from piper_interop.megatron import words
-from piper_interop.megatron.shell import JobCommand, Token, launch
+from piper_interop.megatron.scripts.shell import JobCommand, Token, launch
 from piper_interop.megatron.table import TABLE
 from piper_interop.neutral.foreign import Foreign, OptionValue
 from piper_interop.neutral.options import Ignored, row_of

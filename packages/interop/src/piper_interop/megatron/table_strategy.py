@@ -228,12 +228,7 @@ STRATEGY: OptionTable = {
     "checkpoint-activations": Unsupported("an option that Megatron itself refuses", "give --recompute-granularity"),
     # precision
     "bf16": Mapped("precision: compute in bfloat16, masters in float32"),
-    "fp16": Unsupported(
-        "float16 with a scaled loss",
-        "give --set --bf16 without it",
-        stand_in="bf16",
-        how="as bfloat16, without a scale: as fast within a pass over the gradients",
-    ),
+    "fp16": Mapped("precision: compute in float16, masters in float32, a scaled loss"),
     "fp8-format": _low("fp8"),
     "fp4-format": _low("fp4"),
     "fp8-*": Ignored("a part of --fp8-format"),
@@ -257,10 +252,11 @@ STRATEGY: OptionTable = {
     "exp-avg-dtype": Nearest("float32", MORE, unless=("fp32",)),
     "exp-avg-sq-dtype": Nearest("float32", MORE, unless=("fp32",)),
     "disable-bf16-reduced-precision-matmul": Ignored("clusters say how fast products are"),
-    "loss-scale*": Ignored("a part of --fp16"),
-    "initial-loss-scale": Ignored("a part of --fp16"),
-    "min-loss-scale": Ignored("a part of --fp16"),
-    "hysteresis": Ignored("a part of --fp16"),
+    "loss-scale": Mapped("precision: loss_scale"),
+    "loss-scale-window": Mapped("precision: loss_scale"),
+    "initial-loss-scale": Mapped("precision: loss_scale"),
+    "min-loss-scale": Mapped("precision: loss_scale"),
+    "hysteresis": Mapped("precision: loss_scale"),
     # optimizer
     "optimizer": (
         Nearest("AdamW", MORE, when=lambda f: f["optimizer"] == "sgd"),

@@ -53,6 +53,7 @@ WHOLE: dict[str, int | None] = {
     "ddp-num-buckets": None,
     "recompute-num-layers": None,
     "cpu-offloading-num-layers": 0,
+    "hysteresis": 2,
 }
 """The options of whole numbers, with the default."""
 
@@ -67,6 +68,10 @@ REAL: dict[str, float | None] = {
     "moe-expert-capacity-factor": None,
     "clip-grad": 1.0,
     "lr": None,
+    "loss-scale": None,
+    "initial-loss-scale": 2.0**32,
+    "min-loss-scale": 1.0,
+    "loss-scale-window": 1000.0,
 }
 """The options of numbers, with the default."""
 

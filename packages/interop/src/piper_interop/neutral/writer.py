@@ -72,7 +72,7 @@ def job_lines(described: JobDescription) -> Iterator[str]:
     arguments = [
         f"global_batch={described.global_batch}",
         f"length={described.length}",
-        f"precision=piper.Precision({precision}{_kept(described)})",
+        f"precision=piper.Precision({precision}{_kept(described)}{_scale(described)})",
     ]
     if described.clip_norm:
         arguments.append(f"clip_norm={described.clip_norm!r}")
@@ -85,6 +85,16 @@ def _kept(described: JobDescription) -> str:
     """Return the precision of a mixture's router, whose rounded scores would send tokens to other experts."""
     mixture = "experts" in described.sizes.fields and described.compute != described.params
     return ', keep={"*.router.*": "float32"}' if mixture else ""
+
+
+def _scale(described: JobDescription) -> str:
+    """Return how the loss is scaled, unless as it is by default."""
+    named = dict(described.loss_scale)
+    if not named:
+        return ""
+    fixed = named.get("fixed")
+    scale = f"piper.LossScale({_arguments(named)})" if fixed is None else repr(fixed)
+    return f", loss_scale={scale}"
 
 
 def _strategy(described: JobDescription) -> Iterator[str]:

@@ -35,10 +35,14 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """Write the gradient of the step's loss with respect to this microbatch's loss: a scalar."""
+    """Write the gradient of the step's loss with respect to this microbatch's loss: a scalar.
+
+    `scaled` says that the run multiplies it by the scale of the loss, which each Update then divides by.
+    """
 
     value: float
     dtype: str
+    scaled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +150,20 @@ class Update:
         weighted: whether the first read is a weight by which gradients are divided before all else.
         clip: the bound to which the global norm is then scaled down, if any; the op then reads the squared norm.
         workspace: bytes of temporaries that the optimizer holds meanwhile.
+        scaled: whether gradients are divided by the scale of the loss, and the step is skipped if the squared norm,
+            which the op then reads, is not finite.
     """
 
     buckets: tuple[str, ...]
     weighted: bool = False
     clip: float | None = None
     workspace: int = 0
+    scaled: bool = False
+
+    @property
+    def normed(self) -> bool:
+        """Return whether it reads the squared norm of the gradient."""
+        return self.scaled or self.clip is not None
 
 
 Op = (
