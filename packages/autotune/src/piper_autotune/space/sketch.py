@@ -292,6 +292,17 @@ class Sketches:
             )
         return self._seconds[key]
 
+    @property
+    def _alike(self) -> bool:
+        """Return whether chunks of equal code take equally long: not with costs or a model that may name chunks."""
+        program = self._problem.program
+        return (
+            self._problem.cluster is not None
+            and self._problem.costs is None
+            and self._problem.model is DeviceModel
+            and all(c.code for c in program.chunks)
+        )
+
     def _timed(self, program: Program, mesh: Mesh, rows: int) -> StepSeconds | None:
         chunks, variants = program.bound(rows), program.bound_variants(rows)
         cluster, costs = self._problem.cluster, self._problem.costs
@@ -307,13 +318,14 @@ class Sketches:
         bare = bare_plan(program, mesh, rows, chunks, variants)
         try:  # nobody knows yet where a chunk runs: on the fastest kind at best, and on a rank that is not slow
             models = [model_for(bare, one, costs, self._problem.model) for one in only]
-            every = (*chunks, *variants)
-            return {
-                c.variant: {
+            by_code: dict[str, Mapping[Step, float]] = {}
+            seconds: dict[str, Mapping[Step, float]] = {}
+            for c in (*chunks, *variants):
+                known = by_code.get(c.code) if self._alike else None
+                seconds[c.variant] = by_code[c.code] = known or {
                     step: min(_step_seconds(m, c, step) for m in models) for step in c.steps
                 }
-                for c in every
-            }
+            return seconds
         except PiperError:  # no durations for this number of rows: scoring says so
             return None
 
