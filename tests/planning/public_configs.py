@@ -16,6 +16,26 @@ PUBLIC: dict[str, tuple[dict[str, Any], str]] = {
         },
         "8.03",
     ),
+    # meta-llama/Meta-Llama-3-70B: arXiv 2407.21783, table 3; model card, 70.6B
+    "llama3-70b": (
+        {
+            "model_type": "llama", "hidden_size": 8_192, "intermediate_size": 28_672, "num_hidden_layers": 80,
+            "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128_256, "max_position_embeddings": 8_192,
+            "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "rope_scaling": None, "hidden_act": "silu",
+            "attention_bias": False, "tie_word_embeddings": False,
+        },
+        "70.6",
+    ),
+    # Qwen/Qwen2.5-32B: arXiv 2412.15115; model card, 32.5B (31.0B without embeddings); 32.76B by its tensors
+    "qwen2.5-32b": (
+        {
+            "model_type": "qwen2", "hidden_size": 5_120, "intermediate_size": 27_648, "num_hidden_layers": 64,
+            "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152_064, "max_position_embeddings": 131_072,
+            "max_window_layers": 64, "sliding_window": 131_072, "use_sliding_window": False, "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6, "hidden_act": "silu", "tie_word_embeddings": False, "attention_dropout": 0.0,
+        },
+        "32.8",
+    ),
     # mistralai/Mistral-7B-v0.1: arXiv 2310.06825, table 1; 7.24B
     "mistral-7b": (
         {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from typer.testing import CliRunner
 import piper
 from piper import cli, models
 from piper.cli.actions import planning
+from piper.planning import answers
 from piper.planning.answers import (
     PlannedStrategy,
     TrainingBudget,
@@ -25,7 +28,7 @@ from piper.planning.goodput import Failures
 from piper.planning.sources import StepSize, count, understand
 from piper.planning.written import PLANNED
 from piper_ir.ground.errors import JobError
-from piper_simulator import Device, load_cluster
+from piper_simulator import Device, load_cluster, simulate
 from tests.helpers.cases import each_case
 from tests.planning.test_config_files import GPT2, LLAMA, written
 
@@ -213,6 +216,54 @@ def test_a_class_that_no_model_here_is_is_told_the_way_out(tmp_path: Path) -> No
     done = command(source, "--global-batch", 8)
     assert done.exit_code == 2 and "no description says a llama" in done.stderr
     assert "docs/models.md" in done.stderr
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # an import of it fails
+sys.argv = ["piper", "plan", "llama3-8b", "--cluster", "h100x8", "--global-batch", "8"]
+from piper.cli.entry import main
+main()
+"""
+
+
+def test_the_first_line_comes_before_torch_is_loaded() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True)
+    assert done.stderr.startswith("llama3-8b: planned for h100x8\n")
+    assert done.returncode and "torch" in done.stderr.partition("\n")[2]
+
+
+@pytest.mark.parametrize("asked", ["in the search", "among the best"])
+def test_an_interrupt_leaves_the_strategies_until_then(
+    asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGINT, as Ctrl-C sends it, after the third candidate, or while the second of the best is simulated."""
+    seen: list[object] = []
+
+    def interrupt(number: int) -> None:
+        seen.append(None)
+        if len(seen) == number:
+            signal.raise_signal(signal.SIGINT)
+
+    def simulated(*given: Any) -> Any:
+        interrupt(2)
+        return simulate(*given)
+
+    if asked == "among the best":
+        monkeypatch.setattr(answers, "simulate", simulated)
+    found = answer(
+        understand(str(written(tmp_path, LLAMA)), StepSize(64, rows=16)).job,
+        load_cluster("h100x8"),
+        TrainingBudget(),
+        trials=6,
+        workers=0,
+        progress=None if asked == "among the best" else lambda now: interrupt(3),
+    )
+    assert found.study.interrupted and found.strategies and found.best is not None
+    if asked == "in the search":
+        assert len(found.study.rows) == 3
+    else:
+        assert len(found.strategies) == 1
 
 
 @pytest.mark.long

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from packages.autotune.tests.test_tuner_rules import filled, states, untimed
+from packages.autotune.tests.tuner_spaces import problem
 from packages.compiler.tests.compile_cases import SCHEDULES, RandomProgram, random_case
 from piper_autotune.scoring.scoring import Scored, score
+from piper_autotune.space.pipeline_bound import MicrobatchPaths
 from piper_autotune.space.problem import Programs, TuningProblem, Wanted
 from piper_autotune.space.rules import PruningRules
 from piper_autotune.space.sketch import Sketches
@@ -194,6 +196,46 @@ def test_negative_control_a_message_too_many_is_seen(monkeypatch: pytest.MonkeyP
         lambda self, role: Counter({m: n + 1 for m, n in messages(self, role).items()}),
     )
     assert any("period_s" in above(item, least) for item in candidates() if (least := bounds(item)))
+
+
+@cache
+def pipelines() -> tuple[tuple[Strategy, float], ...]:
+    """Return strategies of eight layers in a row on two to four devices, with the seconds per step of their plans."""
+    recipe = {
+        name: SCHEDULES[name][1] for name in ("gpipe", "one_f_one_b", "interleaved", "zb_h1", "zbv")
+    }
+    made = [
+        Strategy(Mesh(pp=pp), make(pp=pp, microbatches=m))
+        for make in recipe.values()
+        for pp, m in ((2, 2), (2, 6), (4, 4), (4, 8))
+    ]
+    exact = [score(problem(), strategy, {Wanted(1): None}) for strategy in made]
+    return tuple((s, e.period_s) for s, e in zip(made, exact) if isinstance(e, Scored))
+
+
+def pipeline_bounds() -> list[float]:
+    sketches = Sketches(problem(), Programs(problem(), None))
+    made = [(strategy, sketches.sketch(strategy)) for strategy, _ in pipelines()]
+    return [sketches.period_s(strategy, sketch, 1)[0] for strategy, sketch in made if sketch]
+
+
+def test_a_pipeline_fills_and_drains(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = [period_s for _, period_s in pipelines()]
+    bound = pipeline_bounds()
+    assert len(exact) == len(bound) == 20
+    assert all(b <= e * (1 + 1e-9) for b, e in zip(bound, exact))
+    monkeypatch.setattr(MicrobatchPaths, "seconds", lambda self, took, m: 0.0)
+    assert sum(b > 1.05 * w for b, w in zip(bound, pipeline_bounds())) > 10, "of compute alone"
+
+
+def test_negative_control_a_microbatch_too_many_in_a_pipeline_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seconds = MicrobatchPaths.seconds
+    monkeypatch.setattr(
+        MicrobatchPaths, "seconds", lambda self, took, m: seconds(self, took, m + 1)
+    )
+    assert any(b > e * (1 + 1e-9) for b, (_, e) in zip(pipeline_bounds(), pipelines()))
 
 
 def test_what_is_pruned_does_not_fit_or_is_slower() -> None:

@@ -15,9 +15,10 @@ from packages.autotune.tests.tuner_spaces import exhaustive, problem, program, s
 from packages.compiler.tests.compile_cases import random_case
 from piper_autotune import NothingFoundError, tune
 from piper_autotune.scoring.scoring import Scored, score
+from piper_autotune.space.flights import in_flight
 from piper_autotune.space.problem import Programs, TuningProblem, Wanted
 from piper_autotune.space.rules import RULES, PruningRules
-from piper_autotune.space.sketch import Sketch, Sketches, in_flight
+from piper_autotune.space.sketch import Sketch, Sketches
 from piper_compiler import (
     Strategy,
     Training,

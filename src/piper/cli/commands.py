@@ -7,6 +7,7 @@ their options and leave the work to the modules that they call.
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict
 from io import StringIO
@@ -42,6 +43,7 @@ from piper.cli.record_commands import command_of
 from piper.cli.run_arguments import LaunchArguments, RunArguments
 from piper.cli.trace_options import TraceArguments
 from piper_ir.ground.errors import JobError
+from piper_ir.tools import working
 
 app = typer.Typer(
     name="piper",
@@ -92,7 +94,9 @@ def plan(arguments: PlanArguments) -> None:
 
     Example: piper plan llama3-70b --cluster 'h100x8*16' --tokens-per-step 4M; piper plan config.json --global-batch 512
     """
-    from piper.cli.actions import planning
+    print(f"{arguments.source}: planned for {arguments.cluster}", file=sys.stderr, flush=True)
+    with working("loading torch"):
+        from piper.cli.actions import planning
 
     raise typer.Exit(planning.planned(arguments))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from piper.api.captures.capturing import captured_once
@@ -16,7 +16,7 @@ from piper_autotune import NothingFoundError, SearchProgress, Study, tune
 from piper_compiler import Options, Strategy, replicate
 from piper_ir.ground.errors import PiperError
 from piper_ir.study.study import Row
-from piper_ir.tools import size_text
+from piper_ir.tools import size_text, working
 from piper_simulator import Cluster, Simulation, device_type, simulate
 
 if TYPE_CHECKING:
@@ -155,7 +155,13 @@ def answer(
         )
     except NothingFoundError as e:
         study, failure = e.study, str(e)
-    ranked = [predict(study.strategies[row.number]) for row in structures(study)]
+    ranked: list[PlannedStrategy] = []
+    try:
+        with working("simulating the best with contention"):
+            for row in structures(study):
+                ranked.append(predict(study.strategies[row.number]))
+    except KeyboardInterrupt:
+        study = replace(study, interrupted=True)
     fitting = sorted((one for one in ranked if one.fits), key=lambda one: one.period_s)
     best, simulation = predict.made[id(fitting[0].strategy)] if fitting else (None, None)
     warned = row_warnings(predict.warnings, [*fitting, *([mine] if mine is not None else [])])

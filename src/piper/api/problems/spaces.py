@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from piper.api.captures.capturing import traced_job
 from piper.api.ground.clusters import chosen_cluster
+from piper.api.problems.scale import Scale
 from piper_compiler import Strategy, recipes, recompute
 from piper_ir.ground.errors import TuneError
 from piper_ir.ground.mesh import Mesh
@@ -37,12 +37,8 @@ KEPT = ("all", "products", "attention", "inputs")
 SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v")
 """The schedules of pipelines; zbv and dualpipe_v have two stages on each device, interleaved has `chunks`."""
 AXES = ("tp", "cp", "ep", "pp")
-KEPT_BYTES = 8
-"""The bytes of a parameter and of its gradient in float32: each device keeps them with zero=1."""
-SHARED_BYTES = 8
-"""The bytes of Adam's two moments of a parameter in float32: replicas share them with zero=1."""
-FULL = 0.5
-"""The part of a device's memory that states may fill in the first candidate of a mesh with stages."""
+STAGES_OF_LAYERS = 5
+"""The most stages of a device in a first candidate with interleaved ones (Megatron's recipes of Llama have 5)."""
 
 Sizes = tuple[int, ...]
 
@@ -83,9 +79,8 @@ class StrategySpace:
         layers: of the model.
         sizes: the sizes of the axes tp, cp, ep and pp that are tried.
         rows: the rows of a microbatch that are tried.
+        scale: sizes and rates on which the time of a mesh depends.
         experts: whether the model has experts that an axis may share.
-        parameters: of the model.
-        memory_bytes: of the smallest device.
         fixed: values of parameters that are not tried, by name.
     """
 
@@ -94,9 +89,8 @@ class StrategySpace:
     layers: int
     sizes: Mapping[str, Sizes]
     rows: Sizes
+    scale: Scale
     experts: bool = False
-    parameters: int = 0
-    memory_bytes: int = 0
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, trial: Any) -> Strategy:
@@ -131,16 +125,23 @@ class StrategySpace:
 
     @property
     def starts(self) -> tuple[dict[str, Any], ...]:
-        """Return the choices that a search tries first: published layouts, then each mesh in little memory."""
-        cells = list(self._cells())
-        every = [*self._published(cells), *(self._least(at) for at in cells)]
+        """Return the choices that a search tries first: published layouts, and each mesh in little memory.
+
+        The ones that look fastest by their sizes come first.
+        """
+        cells = [self._least(at) for at in self._cells()]
+        every = sorted([*self._published(cells), *cells], key=self._step_s)
         return tuple({frozenset(start.items()): start for start in every}.values())
 
     def _cells(self) -> Iterator[dict[str, int]]:
-        """Yield the sizes of the axes that divide, those first that exchange least."""
+        """Yield the sizes of the axes that divide."""
         every = (dict(zip(AXES, at)) for at in product(*(self.sizes[axis] for axis in AXES)))
-        legal = [at for at in every if not self._lacking(at, self.rows[0])]
-        yield from sorted(legal, key=lambda at: (at["cp"], at["tp"] * at["pp"], at["tp"], at["ep"]))
+        yield from (at for at in every if not self._lacking(at, self.rows[0]))
+
+    def _step_s(self, start: Mapping[str, Any]) -> float:
+        replicas = self._replicas(start)
+        parts = self.global_batch // (replicas * start["rows"])
+        return self.scale.step_s(start, self.layers, parts, replicas)
 
     def _least(self, at: Mapping[str, int]) -> dict[str, Any]:
         """Return the choices with which a mesh holds little: states shared, and all of a layer made again.
@@ -148,28 +149,29 @@ class StrategySpace:
         Beside stages only the optimizer's states are shared if the others fit: a pipeline with zero=3 gathers all
         parameters for each microbatch, which is slow, and slow to compile.
         """
-        own = self.parameters / (at["tp"] * at["pp"] * at["ep"])
         sharing = self._replicas(at) // at["ep"] * at["cp"]
-        held = own * (KEPT_BYTES + SHARED_BYTES / max(1, sharing))
-        zero = 1 if at["pp"] > 1 and held <= FULL * self.memory_bytes else 3
+        own = self.scale.parameters / (at["tp"] * at["pp"] * at["ep"])
+        zero = 1 if at["pp"] > 1 and self.scale.fits_whole(own, sharing) else 3
         states = {"zero": zero, "resident_mb": 0, "prefetch": 1, "bucket_mb": 100.0}
-        rest = {"rows": self.rows[0], "keep": "inputs", "schedule": "1f1b", "sequence": True}
-        return {**at, **rest, **states}
+        rest = {"keep": "inputs", "schedule": "1f1b", "sequence": True, "attention": "ring"}
+        return {**at, "rows": self.rows[0], **rest, **states}
 
-    def _published(self, cells: Sequence[Mapping[str, int]]) -> Iterator[dict[str, Any]]:
+    def _published(self, cells: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yield the layouts that people publish, as far as they divide.
 
         FSDP alone and with tensor parallelism (torchtitan's recipes of Llama 3), and tensor parallelism beside
         interleaved stages with optimizer states shared (Megatron-LM, arXiv 2104.04473).
         """
-        flat = [at for at in cells if at["cp"] == 1]
-        for at in flat:
-            if at["pp"] == 1 and at["tp"] in (1, max(self.sizes["tp"])):
-                for keep, rows in product(("attention", "products"), self.rows[:2]):
-                    if not self._lacking(at, rows):
-                        yield {**self._least(at), "keep": keep, "rows": rows}
-            if at["pp"] == 4 and at["tp"] > 1:
-                yield {**self._least(at), "schedule": "interleaved", "keep": "attention", "zero": 1}
+        for least in (least for least in cells if least["cp"] == 1):
+            if least["pp"] == 1 and least["tp"] in (1, max(self.sizes["tp"])):
+                for keep, rows in product(("inputs", "attention", "products"), self.rows[:2]):
+                    if not self._lacking(least, rows):
+                        yield {**least, "keep": keep, "rows": rows}
+            own = self.layers // least["pp"]
+            chunks = [n for n in range(2, STAGES_OF_LAYERS + 1) if not own % n]
+            if least["pp"] == 4 and least["tp"] > 1 and chunks:
+                how = {"schedule": "interleaved", "chunks": chunks[-1]}
+                yield {**least, **how, "keep": "attention", "zero": 1}
 
     def _replicas(self, at: Mapping[str, int]) -> int:
         return self.devices // (at["tp"] * at["cp"] * at["pp"])
@@ -256,10 +258,9 @@ def space(job: Job, cluster: str | Cluster, **fixed: Any) -> StrategySpace:
             sizes[axis] = (fixed[axis],)
     rows = (fixed["rows"],) if "rows" in fixed else _divisors(job.global_batch, MOST_ROWS)
     rest = {name: value for name, value in fixed.items() if name not in (*AXES, "rows")}
-    parameters = sum(prod(p.shape) for p in traced.forward.params)
-    memory = min(kind.device.memory_bytes for kind in target.kinds)
+    scale = Scale.of(traced, tokens, target)
     return StrategySpace(
-        devices, job.global_batch, layers, sizes, rows, traced.experts, parameters, memory, rest
+        devices, job.global_batch, layers, sizes, rows, scale, traced.experts, rest
     )
 
 

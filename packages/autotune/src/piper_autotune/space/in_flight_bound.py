@@ -81,6 +81,11 @@ class FullestMoment:
         )
         return filled + max(self._last_forward(runs), self._first_backward(runs))
 
+    def bytes_for_weights(self, ids: Iterable[str], most: int) -> int:
+        """Return the bytes that the weight gradients of so many microbatches wait with, beside states."""
+        chunks = [self._run(id).chunk for id in ids]
+        return most * sum([saved_bytes(chunk, self._rows, weights=True) for chunk in chunks])
+
     def _run(self, id: str) -> ChunkRun:
         forward = self._graph.compute(id, "F")[0]
         backward = [node for step in ("B", "I", "W") for node in self._graph.compute(id, step)]
@@ -117,10 +122,16 @@ class FullestMoment:
         return bind(chunk.ports[port].nbytes, self._rows)
 
 
-def saved_bytes(chunk: Chunk, rows: int) -> int:
-    """Return the bytes that a chunk's forward keeps for its backward, per microbatch."""
-    read = {port for step in ("I", "W") if step in chunk.steps for port in chunk.steps[step].reads}
-    kept = [port for port in chunk.steps["F"].writes if port.startswith("saved") and port in read]
+def saved_bytes(chunk: Chunk, rows: int, *, weights: bool = False) -> int:
+    """Return the bytes that a chunk's forward keeps for its backward, per microbatch.
+
+    With `weights` it is what all before the weight gradient keeps for that.
+    """
+    writing: tuple[Step, ...] = ("F", "R", "I") if weights else ("F",)
+    reading: tuple[Step, ...] = ("W",) if weights else ("I", "W")
+    read = {port for step in reading if step in chunk.steps for port in chunk.steps[step].reads}
+    written = {port for step in writing if step in chunk.steps for port in chunk.steps[step].writes}
+    kept = [port for port in written & read if port.startswith(("saved", "iw"))]
     return sum(bind(chunk.ports[port].nbytes, rows) for port in kept)
 
 

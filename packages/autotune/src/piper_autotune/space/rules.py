@@ -27,8 +27,8 @@ RULES: Mapping[str, str] = {
     "and no number of microbatches fits with buckets as large as these",
     "activations": "the state and what the microbatches in flight keep for backward exceed the memory limit: no "
     "plan with this order holds less",
-    "slower": "the compute of the busiest device alone, or the messages of the busiest stream, take longer than "
-    "the steps of the best candidates known",
+    "slower": "the compute of the busiest device alone, with the fill and drain of its pipeline, or the messages of "
+    "the busiest stream, take longer than the steps of the best candidates known",
 }
 """The meaning of each rule, by name, in the order in which they are tried."""
 TOO_MUCH = ("states", "buckets", "activations")
@@ -125,7 +125,9 @@ class PruningRules:
         least, what = self._sketches.period_s(strategy, sketch, rows, known_s)
         if least <= known_s:
             return None
-        text = f"its busiest {what} for {time_text(least)} per step; steps of {time_text(known_s)} are known"
+        text = (
+            f"its {what} for {time_text(least)} per step; steps of {time_text(known_s)} are known"
+        )
         return _pruned("slower", text, period_s=least)
 
 

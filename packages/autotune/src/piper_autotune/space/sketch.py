@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from piper_autotune.space.flights import ChunkGroup, chunk_groups
 from piper_autotune.space.in_flight_bound import FullestMoment
+from piper_autotune.space.pipeline_bound import MicrobatchPaths
 from piper_autotune.space.problem import Programs, TuningProblem, Wanted, bare_plan, wanted_by
 from piper_autotune.space.whole_buckets import WholeBuckets, turns
 from piper_compiler import (
@@ -20,9 +22,10 @@ from piper_compiler import (
     directives,
     split_mesh,
     states,
+    steps_of,
     with_buckets,
 )
-from piper_ir.graph.graph import Graph
+from piper_ir.graph.graph import Graph, Node
 from piper_ir.ground.errors import PiperError
 from piper_ir.ground.mesh import Mesh
 from piper_ir.plan.plan import COMPUTE, Instr, Part, Plan, RolePlan
@@ -30,25 +33,10 @@ from piper_ir.program.ops import KEEP_ALL, Compute
 from piper_ir.program.program import Chunk, Program, Step
 from piper_simulator import CostModel, Device, DeviceModel, device_memory, model_for
 
-_PHASES = ("F", "B", "I", "W")
 _NOBODY = RolePlan("", {}, (0,), (), ())
 
-ChunkGroup = tuple[str, tuple[str, ...], int]
-"""A role, some of its chunks, and how many microbatches of all of them are in flight at one moment, at least."""
-
-
-@dataclass(frozen=True)
-class Flight:
-    """Describe the fullest moment of microbatches in flight.
-
-    Attributes:
-        most: how many have at one moment done their forward and not begun their backward.
-        where: chunks that the same selections of an order match are at that moment together; without any order it is
-            the moment when the loss is computed.
-    """
-
-    most: int = 1
-    where: tuple[int, ...] = ()
+StepSeconds = Mapping[str, Mapping[Step, float]]
+"""The compute seconds of a microbatch by variant of a chunk and step."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +46,7 @@ class Sketch:
     Attributes:
         roles: the chunks of each role.
         groups: chunks of a role that are run in one order.
+        weight_groups: chunks whose weight gradients wait, with how many microbatches wait for them at one moment.
         wanted: the program, at any number of rows.
         variants: the names of variants of chunks that are under one.
         graph: one microbatch, placed, with the buckets of parameters.
@@ -68,6 +57,7 @@ class Sketch:
     replicas: int
     roles: Mapping[str, tuple[str, ...]]
     groups: tuple[ChunkGroup, ...]
+    weight_groups: tuple[ChunkGroup, ...]
     wanted: Wanted
     variants: Mapping[str, str] = field(default_factory=dict)
     graph: Graph = field(kw_only=True, compare=False, repr=False)
@@ -87,7 +77,8 @@ class Sketches:
     def __init__(self, problem: TuningProblem, programs: Programs) -> None:
         self._problem, self._programs = problem, programs
         self._placed: dict[Strategy, Graph | None] = {}
-        self._seconds: dict[tuple[Mesh, Wanted], Mapping[str, float] | None] = {}
+        self._seconds: dict[tuple[Mesh, Wanted], StepSeconds | None] = {}
+        self._paths: dict[int, MicrobatchPaths] = {}
         self._states: dict[int, dict[str, int]] = {}
         self._chunks: dict[Wanted, Mapping[str, Chunk]] = {}
         self._built: dict[tuple[Mesh, Wanted], Graph] = {}
@@ -117,29 +108,14 @@ class Sketches:
         orders = [d.order for d in decisions if d.order is not None]
         if graph.program.overlap and any(order.overlaps for order in orders):
             return None
-        used = sorted(
-            {name for o in orders for s in o.selections for name, _ in s.terms} - {"phase", "mb"}
-        )
-        flights: dict[tuple[int | str | None, ...], Flight] = {}
-        groups: dict[tuple[str, Flight], list[str]] = {}
-        for role, chunks in roles.items():
-            for id in chunks:
-                coords = graph.compute(id, "F")[0].coords
-                key = tuple([coords.get(name) for name in used])
-                if key not in flights:
-                    flights[key] = max(
-                        [Flight(), *(in_flight(order, coords) for order in orders)],
-                        key=lambda f: f.most,
-                    )
-                groups.setdefault((role, flights[key]), []).append(id)
-        listed = tuple((role, tuple(ids), flight.most) for (role, flight), ids in groups.items())
         buckets = WholeBuckets(graph, turns(graph, orders, parts))
         placed = {r: tuple(c) for r, c in roles.items()}
         return Sketch(
             parts,
             graph.replicas,
             placed,
-            listed,
+            chunk_groups(graph, roles, orders),
+            chunk_groups(graph, roles, orders, weights=True),
             wanted_by(strategy, self._problem.program),
             variants,
             graph=graph,
@@ -158,20 +134,52 @@ class Sketches:
     ) -> tuple[float, str]:
         """Return a lower bound of the seconds per step, and a text for its cause.
 
-        A device runs its compute one after the other, and so does each stream its messages. It is 0 with a cost model
-        that does not promise that single steps are a bound; messages count with Piper's own model, unless compute
-        alone takes longer than `known_s`.
+        A device runs its compute one after the other, and so does each stream its messages; a pipeline fills and
+        drains. It is 0 with a cost model that does not promise that single steps are a bound; messages count with
+        Piper's own model, unless the others take longer than `known_s`.
         """
         if not self._problem.bounds_steps:
             return 0.0, ""
         seconds = self._chunk_seconds(strategy.mesh, _wanted(sketch, rows))
         if seconds is None:
             return 0.0, ""
-        steps = sketch.microbatches * max(
-            sum(seconds[c] for c in sketch.names(chunks)) for chunks in sketch.roles.values()
+        by_chunk = {name: sum(steps.values()) for name, steps in seconds.items()}
+        computes = sketch.microbatches * max(
+            sum(by_chunk[c] for c in sketch.names(chunks)) for chunks in sketch.roles.values()
         )
-        sent = self._messages_s(sketch, rows) if steps <= known_s else 0.0
-        return max((steps, "device computes"), (sent, "stream communicates"))
+        piped = self._pipeline_s(sketch, rows, seconds) if computes <= known_s else 0.0
+        sent = self._messages_s(sketch, rows) if max(computes, piped) <= known_s else 0.0
+        return max(
+            (computes, "busiest device computes"),
+            (piped, "pipeline computes, fills and drains"),
+            (sent, "busiest stream communicates"),
+        )
+
+    def _pipeline_s(self, sketch: Sketch, rows: int, seconds: StepSeconds) -> float:
+        """Return the least seconds of a step whose microbatches fill and drain the roles; 0.0 for one role."""
+        if len(sketch.roles) < 2:
+            return 0.0
+        chunks = self._variants(_wanted(sketch, rows))
+
+        def took(node: Node) -> float:
+            op = node.op
+            assert isinstance(op, Compute)
+            own = seconds[op.variant]
+            return sum([own[step] for step in steps_of(chunks[op.variant], op.step, op.apart)])
+
+        key = id(sketch.graph)
+        if key not in self._paths:
+            self._paths[key] = MicrobatchPaths(sketch.graph)
+        return self._paths[key].seconds(took, sketch.microbatches)
+
+    def _variants(self, wanted: Wanted) -> Mapping[str, Chunk]:
+        """Return the chunks of a program by the name of their variant; none if there is no program."""
+        program = self._programs.exact(wanted)
+        if program is None:
+            return {}
+        if wanted not in self._chunks:
+            self._chunks[wanted] = {c.variant: c for c in (*program.chunks, *program.variants)}
+        return self._chunks[wanted]
 
     def state_bytes(self, sketch: Sketch) -> Mapping[str, int]:
         """Return the bytes of state of each role.
@@ -195,18 +203,18 @@ class Sketches:
 
     def filled_bytes(self, sketch: Sketch, rows: int) -> Mapping[str, tuple[int, int]]:
         """Return for each role a lower bound of state and saved tensors, and the microbatches in flight."""
-        wanted = _wanted(sketch, rows)
-        program = self._programs.exact(wanted)
-        if program is None:
+        chunks = self._variants(_wanted(sketch, rows))
+        if not chunks:
             return {}
-        if wanted not in self._chunks:
-            self._chunks[wanted] = {c.variant: c for c in (*program.chunks, *program.variants)}
-        moment = FullestMoment(sketch.graph, sketch.buckets, self._chunks[wanted], rows)
+        moment = FullestMoment(sketch.graph, sketch.buckets, chunks, rows)
         kept, filled = self.state_bytes(sketch), dict[str, tuple[int, int]]()
         for role, ids, most in sketch.groups:
             filled[role] = max(
                 filled.get(role, (0, 0)), (kept[role] + moment.bytes_of(ids, most), most)
             )
+        for role, ids, most in sketch.weight_groups:
+            waiting = kept[role] + moment.bytes_for_weights(ids, most), most
+            filled[role] = max(filled.get(role, (0, 0)), waiting)
         return filled
 
     def on_device(self, sketch: Sketch, nbytes: int, role: str) -> int:
@@ -272,8 +280,8 @@ class Sketches:
                 self._placed[key] = None
         return self._placed[key]
 
-    def _chunk_seconds(self, mesh: Mesh, wanted: Wanted) -> Mapping[str, float] | None:
-        """Return the compute seconds of one microbatch by chunk and variant; None when they cannot be known."""
+    def _chunk_seconds(self, mesh: Mesh, wanted: Wanted) -> StepSeconds | None:
+        """Return the compute seconds of one microbatch by variant and step; None when they cannot be known."""
         key = (mesh, wanted)
         if key not in self._seconds:
             program = self._programs.exact(wanted)
@@ -284,7 +292,18 @@ class Sketches:
             )
         return self._seconds[key]
 
-    def _timed(self, program: Program, mesh: Mesh, rows: int) -> Mapping[str, float] | None:
+    @property
+    def _alike(self) -> bool:
+        """Return whether chunks of equal code take equally long: not with costs or a model that may name chunks."""
+        program = self._problem.program
+        return (
+            self._problem.cluster is not None
+            and self._problem.costs is None
+            and self._problem.model is DeviceModel
+            and all(c.code for c in program.chunks)
+        )
+
+    def _timed(self, program: Program, mesh: Mesh, rows: int) -> StepSeconds | None:
         chunks, variants = program.bound(rows), program.bound_variants(rows)
         cluster, costs = self._problem.cluster, self._problem.costs
         if (
@@ -299,47 +318,16 @@ class Sketches:
         bare = bare_plan(program, mesh, rows, chunks, variants)
         try:  # nobody knows yet where a chunk runs: on the fastest kind at best, and on a rank that is not slow
             models = [model_for(bare, one, costs, self._problem.model) for one in only]
-            every = (*chunks, *variants)
-            return {
-                c.variant: sum(min(_step_seconds(m, c, step) for m in models) for step in c.steps)
-                for c in every
-            }
+            by_code: dict[str, Mapping[Step, float]] = {}
+            seconds: dict[str, Mapping[Step, float]] = {}
+            for c in (*chunks, *variants):
+                known = by_code.get(c.code) if self._alike else None
+                seconds[c.variant] = by_code[c.code] = known or {
+                    step: min(_step_seconds(m, c, step) for m in models) for step in c.steps
+                }
+            return seconds
         except PiperError:  # no durations for this number of rows: scoring says so
             return None
-
-
-def in_flight(order: directives.Ordered, coords: Mapping[str, int | str]) -> Flight:
-    """Return the fullest moment of an order for a chunk with these coordinates (without phase and mb).
-
-    Only microbatches count whose forward and backward (of a split one: the input gradient) are both in the order. In an
-    overlap a backward may be first.
-    """
-    events: list[
-        tuple[int, bool, int, int]
-    ] = []  # the item, whether forward, the selection, the microbatch
-    begun: set[int] = set()
-    together = {first + k: first for first, number in order.overlaps for k in range(number)}
-    for place, selection in enumerate(order.selections):
-        terms = dict(selection.terms)
-        phase, mb = terms.get("phase"), terms.get("mb")
-        if (
-            phase in _PHASES
-            and isinstance(mb, int)
-            and selection.matches({**coords, "phase": str(phase), "mb": mb})
-        ):
-            events.append((together.get(place, place), phase == "F", place, mb))
-            if phase in ("B", "I"):
-                begun.add(mb)
-    opened: set[int] = set()
-    most = 0
-    for _, forward, _, mb in sorted(events):
-        if forward and mb in begun:
-            opened.add(mb)
-            most = max(most, len(opened))
-        elif not forward:
-            opened.discard(mb)
-            begun.discard(mb)  # a forward after its backward opens nothing
-    return Flight(most, (id(order), *(place for _, _, place, _ in events)))
 
 
 def _wanted(sketch: Sketch, rows: int) -> Wanted:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from piper_compiler import directives, steps_of, windows
 from piper_ir.graph.graph import Graph, Node
@@ -31,6 +32,21 @@ class BucketUse:
     reduced: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class KeptBuckets:
+    """Say how long a role, whose order is known, keeps its buckets whole.
+
+    Attributes:
+        gathers: how often each bucket is gathered.
+        scatters: how often the gradients of each are scattered.
+        most: the most bytes of whole buckets while one instruction runs.
+    """
+
+    gathers: Counter[str]
+    scatters: Counter[str]
+    most: int
+
+
 class WholeBuckets:
     """Bound the needs of the sharded buckets of a graph of one microbatch, in which everything is placed.
 
@@ -41,6 +57,7 @@ class WholeBuckets:
         self._graph, self._turns = graph, turns
         self._home = {p: b.id for b in graph.buckets.values() for p in b.params}
         self._known: dict[tuple[str, str, bool], BucketUse] = {}
+        self._kept_by_role: dict[str, KeptBuckets | None] = {}
         self.gathered = {
             b.id: b.numel * ITEM_BYTES[b.compute_dtype]
             for b in graph.buckets.values()
@@ -97,6 +114,8 @@ class WholeBuckets:
                     tuple(dict.fromkeys(b for use in sight for b in use.gathered)), sight[0].reduced
                 )
                 most_by_role[role] = max(most_by_role[role], self.bytes_in(together))
+            if (kept := self._kept(role)) is not None:
+                most_by_role[role] = max(most_by_role[role], kept.most)
         return most_by_role
 
     @cached_property
@@ -143,24 +162,43 @@ class WholeBuckets:
 
     def _windows(self, role: str) -> tuple[Counter[str], Counter[str]]:
         """Return how often each bucket is gathered and scattered on a role at least: once if it is used."""
-        policies, turns = self._policies(role), self._turns.get(role)
-        if turns is None or len(policies) != 1:
+        kept = self._kept(role)
+        if kept is None:
             gathers = Counter({b for use in self._uses[role] for b in use.gathered})
             scatters = Counter({b for use in self._uses[role] for b in use.reduced})
         else:
-            (policy,) = policies
-            uses = [self.use(node) for node in turns]
-            kept = windows(
-                [u.gathered for u in uses if u.gathered], self.gathered, policy.resident_bytes
-            )
-            summed = windows(
-                [u.reduced for u in uses if u.reduced], self.reduced, policy.reduced_bytes
-            )
-            gathers, scatters = Counter(w.bucket for w in kept), Counter(w.bucket for w in summed)
+            gathers, scatters = kept.gathers, kept.scatters
         every = self._graph.buckets  # whole states are gathered or scattered once
         return gathers + Counter(every.keys() - self.gathered), scatters + Counter(
             every.keys() - self.reduced
         )
+
+    def _kept(self, role: str) -> KeptBuckets | None:
+        """Return how long a role keeps its buckets whole; None if its order is not known."""
+        if role not in self._kept_by_role:
+            self._kept_by_role[role] = self._windowed(role)
+        return self._kept_by_role[role]
+
+    def _windowed(self, role: str) -> KeptBuckets | None:
+        policies, turns = self._policies(role), self._turns.get(role)
+        if turns is None or len(policies) != 1:
+            return None
+        (policy,) = policies
+        change = [0] * (len(turns) + 1)
+        counts = []
+        for name, nbytes, room in (
+            ("gathered", self.gathered, policy.resident_bytes),
+            ("reduced", self.reduced, policy.reduced_bytes),
+        ):
+            touched: list[tuple[str, ...]] = [getattr(self.use(node), name) for node in turns]
+            at = [k for k, buckets in enumerate(touched) if buckets]
+            whole = windows([touched[k] for k in at], nbytes, room)
+            for window in whole:
+                change[at[window.uses[0]]] += nbytes[window.bucket]
+                change[at[window.uses[-1]] + 1] -= nbytes[window.bucket]
+            counts.append(Counter(window.bucket for window in whole))
+        gathers, scatters = counts
+        return KeptBuckets(gathers, scatters, max(accumulate(change)))
 
     def _policies(self, role: str) -> set[Replication]:
         """Return how the chunks of a role are replicated."""

@@ -173,15 +173,13 @@ def _channel_problem(plan: Plan, channel: Channel) -> str:
 
 def _missing(plan: Plan, role: RolePlan) -> Iterator[str]:
     """Yield the axes along which steps of a role meet without a channel that joins just the ranks there."""
-    ran = {
-        part.op.variant: part.op
-        for i in role.program
-        for part in i.parts
-        if isinstance(part.op, Compute)
-    }
+    table = role.table
+    templates = [table.templates[k] for k in set(table.used)]
+    ops = {part.op for template in templates for part in template.parts}
+    variants = {op.variant for op in ops if isinstance(op, Compute)}
     axes = {
         one.axis
-        for name in ran
+        for name in variants
         for sig in plan.chunk(name).steps.values()
         for one in sig.collectives
     }

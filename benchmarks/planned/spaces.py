@@ -1,0 +1,202 @@
+"""Define the spaces in which the search of `piper plan` is judged, all of them made by `piper.space`.
+
+Two are large: Llama 3 70B on 128 devices, and Mixtral 8x22B on 64. The others are small enough for all their strategies
+to be bounded or scored. There buckets have one of a few sizes, so that the space is finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import piper
+from piper import models
+from piper.api.problems.spaces import AXES, StrategySpace
+from piper.api.problems.tuning_problem import Conditions, problem_of
+from piper_autotune.space.problem import Programs, TuningProblem
+from piper_autotune.space.space import SkippedError
+from piper_compiler import Strategy
+from piper_simulator import load_cluster
+
+BUCKET_MB = (100.0, 400.0)
+"""The sizes of buckets in a finite space."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Say which model is planned on which cluster.
+
+    Attributes:
+        name: of the space, and of its table of scores.
+        model: a preset, or sizes.
+        cluster: its name.
+        rows: of a step.
+        length: tokens of a row.
+        finite: whether buckets have one of `BUCKET_MB`.
+        fixed: the choices that are not tried.
+    """
+
+    name: str
+    model: str | models.DecoderConfig
+    cluster: str
+    rows: int
+    length: int
+    finite: bool = False
+    fixed: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def job(self) -> piper.Job:
+        """Return the job, whose batch is never used."""
+        return models.job(self.model, global_batch=self.rows, length=self.length)
+
+
+LLAMA = Case("llama3-70b", "llama3-70b", "h100x8*16", 512, 8192)
+MIXTRAL = Case("mixtral-8x22b", "mixtral-8x22b", "h100x8*8", 256, 8192)
+DENSE = Case(
+    "dense",
+    models.LlamaConfig(
+        layers=16, width=4096, heads=32, kv_heads=8, hidden=14_336, vocab=32_000, length=4096
+    ),
+    "a100x8",
+    32,
+    4096,
+    finite=True,
+    fixed={"attention": "ring"},
+)
+MIXTURE = Case(
+    "mixture",
+    models.MoEConfig(
+        layers=8,
+        width=2048,
+        heads=16,
+        kv_heads=4,
+        hidden=4096,
+        vocab=32_000,
+        length=4096,
+        experts=8,
+        top_k=2,
+    ),
+    "h100x4*2",
+    32,
+    4096,
+    finite=True,
+    fixed={"cp": 1, "tp": 1},
+)
+TINY = Case(
+    "tiny",
+    models.LlamaConfig(layers=2, width=32, heads=4, kv_heads=2, hidden=48, vocab=64, length=64),
+    "h100x8",
+    8,
+    64,
+    finite=True,
+)
+"""A space for the smoke test."""
+CASES = {case.name: case for case in (LLAMA, MIXTRAL, DENSE, MIXTURE, TINY)}
+
+
+@dataclass(frozen=True)
+class FiniteSpace:
+    """Make the strategies of a space whose buckets have one of a few sizes."""
+
+    space: StrategySpace
+
+    def __call__(self, trial: Any) -> Strategy:
+        return self.space(_Stepped(trial))
+
+    @property
+    def starts(self) -> Sequence[Mapping[str, Any]]:
+        return self.space.starts
+
+
+@dataclass(frozen=True)
+class _Stepped:
+    """Choose a number without steps from `BUCKET_MB`; everything else is the trial's."""
+
+    trial: Any
+
+    def suggest_float(self, name: str, low: float, high: float, **_: Any) -> float:
+        chosen: float = self.trial.suggest_categorical(name, BUCKET_MB)
+        return chosen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.trial, name)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Hold a case with its model captured, as the search sees it.
+
+    Attributes:
+        space: makes a strategy of a trial.
+        starts: the choices that a search tries first.
+        problem: the job, the cluster and the memory of a device.
+        programs: the captures under shardings and policies that were made.
+        more: the keywords of `piper_autotune.tune`.
+    """
+
+    space: StrategySpace | FiniteSpace
+    problem: TuningProblem
+    programs: Programs
+    more: Mapping[str, Any]
+
+
+def planned(case: Case) -> Planned:
+    """Return a case with its model captured anew."""
+    job, cluster = case.job, load_cluster(case.cluster)
+    made = piper.space(job, cluster, **case.fixed)
+    problem, more = problem_of(job, Conditions(cluster, memory_limit=cluster.device.memory_bytes))
+    programs = Programs(problem, more["at_rows"], more["under"])
+    return Planned(FiniteSpace(made) if case.finite else made, problem, programs, more)
+
+
+kept = lru_cache(maxsize=2)(planned)
+"""As `planned`, once for a case."""
+
+
+def cell(params: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the sizes of tp, cp, ep and pp of a strategy's parameters."""
+    return tuple(int(params.get(axis, 1)) for axis in AXES)
+
+
+class _Odometer:
+    """Answer a trial's questions by a list of numbers of choices, and 0 beyond its end."""
+
+    def __init__(self, digits: Sequence[int]) -> None:
+        self._digits, self.asked, self.params = digits, list[int](), dict[str, Any]()
+        self.chosen: list[int] = []
+
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
+        at = self._digits[len(self.asked)] if len(self.asked) < len(self._digits) else 0
+        self.asked.append(len(choices))
+        self.chosen.append(at)
+        self.params[name] = choices[at]
+        return choices[at]
+
+    def suggest_int(self, name: str, low: int, high: int) -> Any:
+        return self.suggest_categorical(name, range(low, high + 1))
+
+    def skip(self, reason: str) -> None:
+        raise SkippedError(reason)
+
+
+def points(space: FiniteSpace) -> Iterator[tuple[dict[str, Any], Strategy]]:
+    """Yield all strategies of a finite space, each with its choices by name."""
+    digits: list[int] | None = []
+    while digits is not None:
+        trial = _Odometer(digits)
+        try:
+            strategy = space(trial)
+        except SkippedError:
+            pass
+        else:
+            yield dict(trial.params), strategy
+        digits = _next(trial.chosen, trial.asked)
+
+
+def _next(chosen: list[int], asked: list[int]) -> list[int] | None:
+    """Return the next list of choices, whose last questions may differ; None after the last."""
+    while chosen and chosen[-1] + 1 == asked[len(chosen) - 1]:
+        chosen = chosen[:-1]
+    return [*chosen[:-1], chosen[-1] + 1] if chosen else None

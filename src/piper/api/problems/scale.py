@@ -1,0 +1,120 @@
+"""Estimate from sizes alone how long a step of a mesh takes, to order the meshes that a search tries first.
+
+Nothing is rejected by an estimate: the model counts as a decoder, and only differences between meshes matter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from piper_simulator import Cluster
+
+if TYPE_CHECKING:
+    from piper_capture import Traced
+
+KEPT_BYTES = 8
+"""The bytes of a parameter and of its gradient in float32: each device keeps them with zero=1."""
+SHARED_BYTES = 8
+"""The bytes of Adam's two moments of a parameter in float32: replicas share them with zero=1."""
+FULL = 0.5
+"""The part of a device's memory that states may fill in the first candidate of a mesh with stages."""
+FLOPS = 8
+"""The FLOPs of a parameter and token: 2 forward, 2 again, 4 backward."""
+GATHERED_BYTES = 8
+"""The bytes of messages of a parameter in a microbatch with zero=3: twice gathered in 2 bytes, its gradient in 4."""
+UPDATED_BYTES = 6
+"""The bytes of messages of a parameter in a step with zero=1: its gradient in 4 bytes, its value in 2."""
+TOKEN_SHARERS = 20
+"""The bytes of messages of an element between layers along tp: 10 collectives of a layer, 2 bytes each.
+
+There are four in the forward and as many in the backward with sequence parallelism (Megatron-LM, arXiv 2205.05198), and
+two when a forward is made again.
+"""
+KEY_VALUES = 3
+"""The bytes of messages of an element between layers along cp: keys and values, a quarter as wide, go 3 times."""
+HIDDEN = 0.8
+"""The part of compute beside which messages of zero=3 may go."""
+ROUTED = 16
+"""The bytes of messages of an element between layers along ep: two experts, to and from them, forward and backward."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Hold the sizes of a job and the rates of a cluster on which the time of a mesh depends.
+
+    Attributes:
+        parameters: of the model.
+        width: the elements of a token between layers: the size that most dimensions of parameters have.
+        tokens: of a row.
+        memory_bytes: of the smallest device.
+        flops: FLOP/s of a device.
+        inside: bytes/s of a device within its node.
+        between: bytes/s of a device between nodes.
+        per_node: devices of a node.
+    """
+
+    parameters: int
+    width: int
+    tokens: int
+    memory_bytes: int
+    flops: float
+    inside: float
+    between: float
+    per_node: int
+
+    @classmethod
+    def of(cls, traced: Traced, tokens: int, cluster: Cluster) -> Scale:
+        """Return the sizes of a traced model and the rates of a cluster's first devices."""
+        shapes = [p.shape for p in traced.forward.params]
+        dims = Counter(dim for shape in shapes for dim in shape if dim > 1)
+        device, links = cluster.device, cluster.network.links[0]
+        return cls(
+            sum(map(prod, shapes)),
+            dims.most_common(1)[0][0] if dims else 1,
+            tokens,
+            min(kind.device.memory_bytes for kind in cluster.kinds),
+            device.peak("bfloat16") * device.matmul_fraction,
+            links.intra_bandwidth,
+            links.inter_bandwidth,
+            cluster.per_node,
+        )
+
+    def fits_whole(self, own: float, sharers: int) -> bool:
+        """Return whether a device may keep `own` parameters and gradients whole, and share the optimizer's states."""
+        return own * (KEPT_BYTES + SHARED_BYTES / max(1, sharers)) <= FULL * self.memory_bytes
+
+    def step_s(
+        self, choices: Mapping[str, Any], layers: int, microbatches: int, replicas: int
+    ) -> float:
+        """Return seconds of a step, roughly: compute, bubbles, and messages as far as compute does not hide them."""
+        tp, cp, ep, pp = (int(choices[axis]) for axis in ("tp", "cp", "ep", "pp"))
+        devices = replicas * tp * cp * pp
+        # elements between layers that a device would compute alone, over all layers
+        elements = microbatches * int(choices["rows"]) * replicas * self.tokens / devices
+        compute_s = FLOPS * self.parameters * elements / self.flops
+        elements *= layers * self.width
+        inner_s = (
+            TOKEN_SHARERS * elements * (tp - 1) / self._rate(tp)
+            + KEY_VALUES * elements * (cp - 1) / self._rate(tp * cp)
+            + ROUTED * elements * (ep - 1) / ep / self._rate(tp * cp * ep)
+        )
+        own = self.parameters / (tp * pp * ep)
+        moved = own * (GATHERED_BYTES * microbatches if choices["zero"] == 3 else UPDATED_BYTES)
+        sharers = replicas * cp
+        states_s = moved / self._rate(sharers * tp, tp) if sharers > 1 else 0.0
+        hidden_s = HIDDEN * compute_s if choices["zero"] == 3 else 0.0
+        bubble = (pp - 1) / (microbatches * int(choices.get("chunks", 1)))
+        return (compute_s + inner_s) * (1 + bubble) + max(0.0, states_s - hidden_s)
+
+    def _rate(self, spanned: int, apart: int = 1) -> float:
+        """Return bytes/s of each device in a group that spans so many devices, with every `apart`-th of them.
+
+        Its devices in a node share what the group sends to other nodes.
+        """
+        if spanned <= self.per_node:
+            return self.inside
+        return min(self.inside, self.between * max(1, self.per_node // apart))
