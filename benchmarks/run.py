@@ -39,6 +39,7 @@ SECTIONS = {
     "saving": "saving:rows",
     "faults": "faults:rows",
     "prediction": "prediction:rows",
+    "accuracy": "accuracy:rows",
     "tune": "tuner:rows",
     "plan": "planned.judged:plan_rows",
     "regret": "planned.judged:regret_rows",

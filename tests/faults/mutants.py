@@ -63,6 +63,7 @@ CASES: tuple[Composition, ...] = (
     Composition("gpt", 1, 1, 2, cp=2, attention="ring"),
     Composition("moe", 1, 4, 2, optimizer="adamw", clip=0.05, ep=2),
     Composition("steered", 1, 4, 1, optimizer="adamw", clip=0.05, ep=4),
+    Composition("gpt", 2, 2, 2, "1f1b", scaled=True),
 )
 """Tied weights and many buckets on both axes; uneven weights; values that skip stages; groups, clipping and a schedule;
 dropout; buffers; a stage on two devices; split backwards with two chunks on a device, reduced and alone; a batch
@@ -70,7 +71,7 @@ function that refills its tensors, where a device loads inputs of two microbatch
 not element-wise; ranks that share all states, or those of the optimizer; recomputation, with dropout and with split
 backwards; mixed precision; devices that share chunks: with their tokens, as stages, with fewer heads of keys than
 devices, with dropout, with uneven weights; devices that share tokens, with keys that go around in a ring; devices that
-share experts, each with rows of its own; such a mixture without a capacity, whose tokens all go to one device.
+share experts, each with rows of its own; such a mixture without a capacity, whose tokens all go to one device; a scaled loss.
 """
 
 

@@ -116,6 +116,25 @@ def _no_weight(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     return bind(part, rank)
 
 
+def _no_unscaling(part: Part, rank: RankState, bind: BindPart) -> Thunk:
+    if isinstance(part.op, Update) and part.op.scaled:
+        part = replace(part, op=replace(part.op, scaled=False), reads=part.reads[:-1])
+    return bind(part, rank)
+
+
+def _next_scale(part: Part, rank: RankState, bind: BindPart) -> Thunk:
+    run, running = bind(part, rank), rank.loss_scale
+    if not isinstance(part.op, Update) or running is None:
+        return run
+
+    def update() -> None:
+        running.value *= 2
+        run()
+        running.value /= 2
+
+    return update
+
+
 def _no_clip(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     if isinstance(part.op, Update) and part.op.clip is not None:
         part = replace(part, op=replace(part.op, clip=None), reads=part.reads[:-1])
@@ -364,6 +383,8 @@ FAULTS: dict[str, Fault] = {
     "stale_send": Fault("every microbatch sends what the first one sent", operand=_first_sent),
     "forget_zero": Fault("gradients are not zeroed after an update", part=_forget_zero),
     "omit_weight": Fault("gradients are not divided by the sum of weights", part=_no_weight),
+    "omit_unscaling": Fault("gradients keep the scale of the loss", part=_no_unscaling),
+    "next_scale": Fault("gradients are divided by the scale of the next step", part=_next_scale),
     "omit_clip": Fault("gradients are not clipped", part=_no_clip),
     "omit_loss_scale": Fault(
         "the loss is not averaged over microbatches and replicas", part=_unit_seed

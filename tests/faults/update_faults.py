@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from piper_ir.plan.plan import Instr, Part, Plan, RolePlan
 from piper_ir.plan.plan_bytes import flat_bytes
-from piper_ir.program.ops import SquaredNorm, Update
+from piper_ir.program.ops import Seed, SquaredNorm, Update
 from tests.faults.plan_faults import Change
 from tests.helpers.plan_edits import (
     bucket_of,
@@ -114,6 +114,26 @@ def forget_clip(plan: Plan) -> Plan | None:
         return isinstance(part.op, Update) and part.op.clip is not None
 
     return first_part(plan, clips, lambda p: with_op(replace(p, reads=p.reads[:-1]), clip=None))
+
+
+def unscale_in_places(plan: Plan) -> Plan | None:
+    """One role does not divide gradients by the scale of the loss."""
+
+    def unscales(role: RolePlan, part: Part) -> bool:
+        return isinstance(part.op, Update) and part.op.scaled
+
+    return first_part(
+        plan, unscales, lambda p: with_op(replace(p, reads=p.reads[:-1]), scaled=False)
+    )
+
+
+def unscaled_microbatch(plan: Plan) -> Plan | None:
+    """The loss of one microbatch is not scaled."""
+
+    def scales(role: RolePlan, part: Part) -> bool:
+        return isinstance(part.op, Seed) and part.op.scaled
+
+    return first_part(plan, scales, lambda p: with_op(p, scaled=False))
 
 
 def forget_weight(plan: Plan) -> Plan | None:
@@ -260,6 +280,7 @@ def wide_copy(plan: Plan) -> Plan | None:
 
 UPDATES: tuple[Change, ...] = (
     drop_reduction, double_reduction, lonely_reduction, reduce_over_roles_only, reductions_in_other_order, tied_copies_apart,
-    forget_bucket, forget_clip, forget_weight, tied_twice_in_norm, norm_before_reduction, overlapping_gradients, wrong_group,
+    forget_bucket, forget_clip, unscale_in_places, unscaled_microbatch, forget_weight, tied_twice_in_norm,
+    norm_before_reduction, overlapping_gradients, wrong_group,
     wrong_rank_order, lost_parameter, lost_master, narrow_master, narrow_gradients, wide_copy,
 )  # fmt: skip

@@ -91,6 +91,7 @@ def layouts(draw: st.DrawFn) -> DeviceLayout:
         (
             {},
             {"recompute": (Recomputation("inputs", group=2),)},
+            {"recompute": (Recomputation("outputs@*.attention.core+*.feed_forward"),)},
             {"reduce": "bfloat16", "clip_norm": None},
             {"compute": "float32", "lr": 3e-4},
         )
@@ -150,6 +151,7 @@ def test_mixtures_come_back(more: str) -> None:
         (DeviceLayout(dp=2), {"params": "bfloat16"}, "nearest is params='float32'"),
         (DeviceLayout(dp=2), {"compute": "float32", "reduce": "bfloat16"}, "nearest is reduce='float32'"),
         (DeviceLayout(dp=2), {"recompute": (Recomputation("products"),)}, 'one recompute with keep="inputs"'),
+        (DeviceLayout(dp=2), {"recompute": (Recomputation("inputs@*.attention.core"),)}, "modules of --recompute-modules"),
         (DeviceLayout(dp=2), {"recompute": (Recomputation("inputs", layers=(3, 4)),)}, "the first layers of each stage"),
         (DeviceLayout(pp=2, zero=3, reshard=False, dp=2), {}, "nearest is reshard=True"),
     ],

@@ -200,8 +200,8 @@ class _Recording(TorchDispatchMode):
                 self._note(self._graph.call_function(operator.getitem, (node, k)), item)
 
 
-META = ("stack_trace", "from_node", "partitioner_tag")
-"""The meta of a node that comes from the node that runs: its line and name in the model, and its pass."""
+META = ("stack_trace", "custom", "partitioner_tag")
+"""The meta of a node that comes from the node that runs: its line and annotations in the model, and its pass."""
 
 
 def _has_effect(op: OpOverload) -> bool:

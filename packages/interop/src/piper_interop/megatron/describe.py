@@ -13,10 +13,10 @@ from piper_interop.megatron.degrees import (
     chunks,
     layers_of_stages,
 )
-from piper_interop.megatron.sizes import length, sizes
+from piper_interop.megatron.sizes import length, policy_of, sizes
 from piper_interop.megatron.stages import boundaries
 from piper_interop.megatron.table import TABLE
-from piper_interop.megatron.table_model import exchanged, mixture
+from piper_interop.megatron.table_model import exchanged, mixture, parts_again
 from piper_interop.megatron.table_strategy import sharded
 from piper_interop.neutral.described import DeviceLayout, JobDescription, Recomputation, loss_scale
 from piper_interop.neutral.foreign import Foreign
@@ -58,7 +58,9 @@ PARTS = {
         "decoder-last-pipeline-num-layers", "account-for-embedding-in-pipeline-split",
         "account-for-loss-in-pipeline-split", "pipeline-model-parallel-layout",
     ),
-    "recompute": ("recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-activations"),
+    "recompute": (
+        "recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-activations", "recompute-modules",
+    ),
     "dp": (
         "use-distributed-optimizer", "use-megatron-fsdp", "data-parallel-sharding-strategy", "use-torch-fsdp2",
         "num-distributed-optimizer-instances", "overlap-grad-reduce", "ddp-bucket-size",
@@ -222,14 +224,12 @@ def _reduced(found: Degrees, zero: int) -> bool:
 
 
 def _recompute(foreign: Foreign, layout: DeviceLayout) -> tuple[Recomputation, ...]:
-    """Return the layers that are computed again.
-
-    With a fused kernel there is nothing inside of attention to keep, so that `selective` of it is no recomputation.
-    """
+    """Return the layers that are computed again, or the parts of all layers."""
     granularity, method = foreign.get("recompute-granularity"), foreign.get("recompute-method")
     number = foreign.get("recompute-num-layers")
     if foreign["recompute-activations"] or granularity != "full":
-        return ()
+        policy = policy_of(parts_again(foreign), sizes(foreign))
+        return (Recomputation(policy),) if policy else ()
     if method is None or not number or number < 1:
         raise JobError(
             f"{foreign.source}: --recompute-granularity full needs --recompute-method and --recompute-num-layers"

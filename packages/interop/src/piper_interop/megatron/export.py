@@ -5,10 +5,12 @@ from __future__ import annotations
 from piper_interop.megatron.describe import PP_FIRST, WHOLE_MB
 from piper_interop.megatron.export_sizes import write_sizes
 from piper_interop.megatron.exported import WrittenOptions
+from piper_interop.megatron.sizes import parts_of, policy_of
 from piper_interop.megatron.stages import counts_of, evened, layout
 from piper_interop.neutral.described import USUAL_SCALE, DeviceLayout, JobDescription, Recomputation
 from piper_interop.neutral.system import Exported
 from piper_interop.neutral.writer import check_batch
+from piper_ir.program.ops import BESIDE, WITHIN
 
 FILE = "megatron.args"
 _KINDS = {"ring": "p2p", "gather": "all_gather", "heads": "a2a"}
@@ -235,10 +237,18 @@ def _recompute(described: JobDescription, options: WrittenOptions) -> None:
     if not rules:
         return
     rule, layers = rules[0], int(described.sizes.fields["layers"])
+    patterns = {p for one in rule.keep.split(BESIDE) for p in one.partition(WITHIN)[2].split("+")}
+    parts = [name for name, all in parts_of(described.sizes).items() if all and patterns >= {*all}]
+    if len(rules) == 1 and rule == Recomputation(policy_of(parts, described.sizes)):
+        options.add("recompute-granularity", "selective")
+        options.add("recompute-modules", " ".join(parts))
+        return
     if len(rules) > 1 or rule.keep != "inputs":
         kept = ", ".join(f"keep={rule.keep!r}" for rule in rules)
         options.refuse(
-            f"recompute with {kept}", 'one recompute with keep="inputs" for all or the first layers'
+            f"recompute with {kept}",
+            'one recompute with keep="inputs" for all or the first layers, or of the modules of '
+            "--recompute-modules",
         )
         return
     options.add("recompute-granularity", "full")

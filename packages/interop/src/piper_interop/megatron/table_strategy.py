@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from piper_interop.megatron.degrees import degrees
-from piper_interop.megatron.table_model import FAST, LESS, MORE, SLOW, exchanged, mixture
+from piper_interop.megatron.table_model import (
+    FAST,
+    LESS,
+    MORE,
+    SLOW,
+    WORDS_OF_PARTS,
+    exchanged,
+    mixture,
+    parts_again,
+)
 from piper_interop.neutral.foreign import Foreign
 from piper_interop.neutral.options import (
     Ignored,
@@ -220,10 +229,15 @@ STRATEGY: OptionTable = {
     "recompute-method": Mapped("recompute"),
     "recompute-num-layers": Mapped("recompute: layers, or group"),
     "recompute-activations": Mapped("recompute, as --recompute-granularity selective"),
-    "recompute-modules": Nearest(
-        "parts of a layer other than attention's inside are kept", f"{MORE}, {FAST}", unless=(None, ["core_attn"])
+    "recompute-modules": (
+        Unsupported(
+            "recomputation of a part that no layer here has",
+            "take these with --set: core_attn, layernorm, mla_up_proj, mlp, moe, moe_act, shared_experts",
+            when=lambda f: not WORDS_OF_PARTS.issuperset(parts_again(f)),
+        ),
+        Mapped("recompute: modules"),
     ),
-    "moe-layer-recompute": Nearest("results inside of experts are kept", f"{MORE}, {FAST}"),
+    "moe-layer-recompute": Mapped("recompute: modules"),
     "distribute-saved-activations": Nearest("kept inputs whole on each tp device", MORE),
     "checkpoint-activations": Unsupported("an option that Megatron itself refuses", "give --recompute-granularity"),
     # precision

@@ -165,6 +165,7 @@ SWITCHES = (
     "accumulate-allreduce-grads-in-fp32",
     "bf16",
     "fp16",
+    "moe-layer-recompute",
     "recompute-activations",
     "decrease-batch-size-if-needed",
     "cross-entropy-loss-fusion",

@@ -63,7 +63,7 @@ class Recomputation:
     """Say which layers compute their activations again, and from which tensors: the directive `recompute`.
 
     Attributes:
-        keep: the policy, such as "inputs" or "products".
+        keep: the policy, such as "inputs" or "products"; with "@" and patterns behind it, inside of modules.
         layers: the number of layers, from the first; their numbers, if others are chosen; None for all.
         group: neighbouring layers that are made again as one.
     """

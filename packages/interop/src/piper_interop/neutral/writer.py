@@ -8,6 +8,7 @@ from typing import Any
 
 from piper_interop.neutral.described import DeviceLayout, JobDescription, Recomputation, literal
 from piper_ir.ground.errors import JobError
+from piper_ir.program.ops import BESIDE, WITHIN
 
 COLUMNS = 120
 
@@ -118,7 +119,13 @@ def _strategy(described: JobDescription) -> Iterator[str]:
                     subsequent_indent="        # ",
                     break_on_hyphens=False,
                 )
-            yield line
+            yield from wrap(
+                line,
+                COLUMNS,
+                subsequent_indent=" " * 12,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
     yield "    ),"
     yield ")"
 
@@ -177,7 +184,11 @@ def _recompute(recompute: Recomputation) -> str:
     if isinstance(recompute.layers, int):
         layers = f"range({recompute.layers})"
     group = "" if recompute.group == 1 else f", group={recompute.group}"
-    return f"piper.recompute(where(layer={layers}), keep={literal(recompute.keep)}{group})"
+    keep, inside = recompute.keep, ""
+    if WITHIN in keep and BESIDE not in keep:
+        keep, _, modules = keep.partition(WITHIN)
+        inside = f", modules={literal(tuple(modules.split('+')))}"
+    return f"piper.recompute(where(layer={layers}), keep={literal(keep)}{group}{inside})"
 
 
 def _replicated(layout: DeviceLayout) -> dict[str, Any]:

@@ -17,6 +17,12 @@ CHECKPOINT = "checkpoint"
 """The coordinate of regions that the model itself puts under torch.utils.checkpoint."""
 HANDS_ON = "!"
 """The mark behind a policy under which R makes the outputs again, too, for the R of later chunks."""
+EVERY = "/"
+"""The mark behind the policy "products" before the number n of which it keeps every n-th."""
+WITHIN = "@"
+"""The mark behind a policy that holds inside of modules only; patterns of their names follow, joined by "+"."""
+BESIDE = "&"
+"""The mark between policies that hold inside of different modules."""
 
 ComputeStep = Literal["F", "B", "R", "I", "W"]
 

@@ -16,9 +16,9 @@ class LossScale:
     """Describe dynamic loss scaling; raise JobError for numbers that no training could use.
 
     The backward starts from `scale` instead of 1, and the optimizer sees gradients that are divided by it. A step whose
-    gradient is not finite is skipped: parameters and optimizer state stay. The defaults are those of
-    torch.amp.GradScaler; `hysteresis` and `least` are as in Megatron-LM and DeepSpeed. The schedule of learning rates
-    counts skipped steps, as a loop does that calls scaler.step(optimizer) and scheduler.step().
+    gradient is not finite is skipped: parameters and optimizer state stay. The defaults are torch.amp.GradScaler's;
+    `hysteresis` and `least` are as in Megatron-LM and DeepSpeed. The schedule of learning rates counts skipped steps,
+    as a loop does that calls scaler.step(optimizer) and scheduler.step().
 
     Attributes:
         initial: the scale of the first step.
