@@ -196,8 +196,18 @@ def test_stand_ins_are_asked_for_and_noted(more: str, stand_in: str, words_of_it
 def test_layers_for_further_tokens_leave_a_layout() -> None:
     parts = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*5|t*3m*2L --mtp-num-layers 2"
     assert described(parts, 8, "no-mtp").layout.at == (5,)
-    with pytest.raises(JobError, match="stage 2 of 4 is empty"):
-        described(parts.replace("t*3m*2L", "t*3|m*2|L"), 8, "no-mtp")
+    layout = described(parts.replace("t*3m*2L", "t*3|m*2|L"), 8, "no-mtp").layout
+    assert (layout.at, layout.units) == (
+        (6, 9, 9),
+        "all",
+    )  # the stage of the two, which is empty without them
+
+
+def test_stages_without_layers_are_said() -> None:
+    parts = "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout"
+    layout = described(f"{parts} Et*4||t*3|tL").layout
+    assert (layout.at, layout.units) == ((4, 4, 7), "layers")
+    assert described(f"{parts} E||t*8|L").layout.at == (1, 1, 9)
 
 
 def test_experts_lie_along_tp_then_cp_then_the_replicas() -> None:
@@ -250,7 +260,7 @@ def test_experts_with_a_capacity_are_cut_by_tp() -> None:
         ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tttttx", 8, "'x' in stage 1"),
         ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tttL", 8, "it has 6 layers"),
         ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout ttttE|ttttL", 8, "one E first"),
-        ("--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout Ett||t*6L", 3, "stage 1 of 3 is empty"),
+        ("--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout |Ett|t*6L", 3, "one E first"),
         ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*4|t*4mL --mtp-num-layers 1", 8, "MTP"),
         ("--global-batch-size 60", 8, "60 rows of a step do not divide into 8 replicas"),
         ("--step-batch-size-schedule 0:16 many", 8, "pairs such as"),

@@ -47,7 +47,7 @@ def layouts(draw: st.DrawFn) -> DeviceLayout:
     number = pp * chunks
     counts = stages.evened(8, number)
     if number > 1 and draw(st.booleans()):
-        ends = draw(st.sets(st.integers(1, 7), min_size=number - 1, max_size=number - 1))
+        ends = draw(st.lists(st.integers(0, 8), min_size=number - 1, max_size=number - 1))
         bounds = (0, *sorted(ends), 8)
         counts = tuple(b - a for a, b in pairwise(bounds))
     at, units = stages.boundaries(counts)

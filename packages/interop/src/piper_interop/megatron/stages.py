@@ -39,9 +39,10 @@ def unrolled(layout: str) -> list[str]:
                     f"layout {layout!r}: {letter!r} in stage {number} is none of {known}"
                 )
     flat = "".join(stages)
-    if not re.fullmatch(r"Et*m*L", flat):
+    if not re.fullmatch(r"Et*m*L", flat) or not stages[0] or not stages[-1]:
         raise JobError(
-            f"layout {layout!r}: its stages hold {flat!r}; one E first, then layers t, then m, and one L last are needed"
+            f"layout {layout!r}: its stages hold {flat!r}; one E first, then layers t, then m, and one L "
+            f"last are needed"
         )
     return stages
 
@@ -107,18 +108,12 @@ def uneven(
 def boundaries(counts: Sequence[int]) -> tuple[tuple[int, ...], str]:
     """Return the first units of the stages 1, 2, ..., and the units: "layers", or "all" with embedding and head.
 
-    () stands for the even division of layers, in which the first stages have one more if they do not divide. Raises
-    JobError for a stage without anything in it.
+    () stands for the even division of layers, in which the first stages have one more if they do not divide. A stage
+    without a layer begins where the next one does.
     """
     stages, layers = len(counts), sum(counts)
     if stages == 1:
         return (), "layers"
-    for number, layers_of_stage in enumerate(counts):
-        if not layers_of_stage and 0 < number < stages - 1:
-            raise JobError(
-                f"stage {number} of {stages} is empty: stages without layers cannot be said here, but for the embedding "
-                f"alone and the loss alone; give each a layer, as in {layout(evened(layers, stages))!r}"
-            )
     if counts[0] and counts[-1]:
         if tuple(counts) == evened(layers, stages):
             return (), "layers"
