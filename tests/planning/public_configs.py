@@ -217,6 +217,20 @@ PUBLIC: dict[str, tuple[dict[str, Any], str]] = {
         },
         "671",
     ),
+    # openai/gpt-oss-20b: model card (arXiv 2508.10925, table 1): 20.91B
+    "gpt-oss-20b": (
+        {
+            "model_type": "gpt_oss", "hidden_size": 2_880, "intermediate_size": 2_880, "num_hidden_layers": 24,
+            "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201_088,
+            "max_position_embeddings": 131_072, "initial_context_length": 4_096, "num_local_experts": 32,
+            "num_experts_per_tok": 4, "experts_per_token": 4, "sliding_window": 128, "swiglu_limit": 7.0,
+            "layer_types": ["sliding_attention", "full_attention"] * 12, "attention_bias": True, "attention_dropout": 0.0,
+            "quantization_config": {"quant_method": "mxfp4"}, "rms_norm_eps": 1e-5, "rope_theta": 150_000,
+            "rope_scaling": {"rope_type": "yarn", "factor": 32.0}, "router_aux_loss_coef": 0.9, "output_router_logits": False,
+            "hidden_act": "silu", "tie_word_embeddings": False,
+        },
+        "20.91",
+    ),
     # ibm-granite/granite-3.1-8b-base: 8.17B by its tensors
     "granite-3.1-8b": (
         {

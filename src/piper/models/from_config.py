@@ -159,7 +159,7 @@ def _check_all(row: ConfigRow, fields: Mapping[str, Any]) -> None:
         ):
             raise Unsaid(f"{name}={fields[name]!r}")
     quantized = fields.get("quantization_config")
-    if quantized is not None and not _trained_in_eight_bits(quantized):
+    if quantized is not None and not _kept_in_fewer_bits(quantized):
         raise Unsaid("quantization_config")
     theirs = {
         name
@@ -173,8 +173,9 @@ def _check_all(row: ConfigRow, fields: Mapping[str, Any]) -> None:
         raise Unsaid(f"unknown fields: {', '.join(unread)}")
 
 
-def _trained_in_eight_bits(quantized: object) -> bool:
-    return isinstance(quantized, Mapping) and quantized.get("quant_method") == "fp8"
+def _kept_in_fewer_bits(quantized: object) -> bool:
+    """Return whether a file keeps the weights of products in fewer bits (DeepSeek-V3, GPT-OSS), and nothing else."""
+    return isinstance(quantized, Mapping) and quantized.get("quant_method") in ("fp8", "mxfp4")
 
 
 def _activation(row: ConfigRow, fields: Mapping[str, Any]) -> str:
