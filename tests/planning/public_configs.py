@@ -202,7 +202,7 @@ PUBLIC: dict[str, tuple[dict[str, Any], str]] = {
         },
         "15.7",
     ),
-    # deepseek-ai/DeepSeek-V3: arXiv 2412.19437, section 4.2: 671B without the block that predicts a further token
+    # deepseek-ai/DeepSeek-V3: arXiv 2412.19437, section 4.2: 671B, and 11.6B of the block that predicts a further token
     "deepseek-v3": (
         {
             "model_type": "deepseek_v3", "hidden_size": 7_168, "intermediate_size": 18_432, "moe_intermediate_size": 2_048,
@@ -215,7 +215,7 @@ PUBLIC: dict[str, tuple[dict[str, Any], str]] = {
             "rope_theta": 10_000, "rope_scaling": {"type": "yarn", "factor": 40}, "hidden_act": "silu",
             "tie_word_embeddings": False,
         },
-        "671",
+        "683",
     ),
     # openai/gpt-oss-20b: model card (arXiv 2508.10925, table 1): 20.91B
     "gpt-oss-20b": (

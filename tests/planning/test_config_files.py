@@ -289,8 +289,9 @@ def test_a_description_is_written_as_python_that_makes_it(tmp_path: Path) -> Non
 
 def test_what_has_a_note_is_said(tmp_path: Path) -> None:
     notes = describe(written(tmp_path, PUBLIC["deepseek-v3"][0])).notes
-    assert any(note.startswith("num_nextn_predict_layers=1: the blocks") for note in notes)
-    assert "quantization_config: weights have the precision of the job" in notes
+    assert notes == ("quantization_config: weights have the precision of the job",)
+    (note,) = describe(written(tmp_path, LLAMA | {"num_mtp_layers": 1})).notes
+    assert note.startswith("num_mtp_layers=1: the blocks")
 
 
 def test_a_gpt_oss_computes_what_its_class_of_transformers_does(tmp_path: Path) -> None:

@@ -131,6 +131,21 @@ def test_mixtures_come_back(more: str) -> None:
 
 
 @each_case(
+    "parts",
+    [
+        "",
+        "--pipeline-model-parallel-size 2",
+        "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et*3|t*4||tmmL",
+        "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et*8|m|m|L",
+    ],
+)
+def test_layers_for_further_tokens_come_back(parts: str) -> None:
+    job = described(f"{parts} --mtp-num-layers 2 --mtp-loss-scaling-factor 0.2 --vocab-size 1024")
+    assert replace(back(job), notes=job.notes) == job
+    assert job.sizes.fields["mtp"] == 2
+
+
+@each_case(
     ("layout", "changes", "complaint"),
     [
         (DeviceLayout(pp=2, schedule="zbv", chunks=2), {}, "'zbv': Megatron cannot do that; the nearest is interleaved"),

@@ -318,7 +318,8 @@ ROWS: Mapping[str, ConfigRow] = {
         reads=("topk_method", "scoring_func", "n_group", "topk_group", "n_shared_experts", "num_key_value_heads", "head_dim"),
     ),
     "deepseek_v3": ConfigRow(
-        _DEEPSEEK, {}, {**_DEFAULTS, "norm_topk_prob": True, "first_k_dense_replace": 0}, derived=_deepseek,
+        {**_DEEPSEEK, "mtp": "num_nextn_predict_layers"}, {},
+        {**_DEFAULTS, "norm_topk_prob": True, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}, derived=_deepseek,
         reads=("topk_method", "scoring_func", "n_group", "topk_group", "n_shared_experts", "num_key_value_heads", "head_dim"),
     ),
     "gpt_oss": ConfigRow(

@@ -71,7 +71,7 @@ _READ = frozenset({
 """The fields that count in more than one type."""
 _OPTIONAL = {"kv_heads", "head_dim", "rotary_part", "latent.q_rank", "logit_cap", "eps"}
 """The fields of a DecoderConfig that have a default if a file leaves them out."""
-_FROM_ZERO = {"dense_layers", "experts.shared_hidden"}
+_FROM_ZERO = {"dense_layers", "experts.shared_hidden", "mtp"}
 _SWITCHES = {"tied", "experts.normalized"}
 
 
@@ -260,7 +260,9 @@ def _built(said: Mapping[str, Any], file: Path) -> DecoderConfig:
 def _notes(row: ConfigRow, fields: Mapping[str, Any]) -> Iterator[str]:
     yield from row.notes
     yield from (
-        f"{name}={fields[name]}: {how}" for name, how in NEAREST.items() if fields.get(name)
+        f"{name}={fields[name]}: {how}"
+        for name, how in NEAREST.items()
+        if fields.get(name) and name not in row.sizes.values()
     )
     if fields.get("quantization_config") is not None:
         yield "quantization_config: weights have the precision of the job"

@@ -72,6 +72,8 @@ def _lacking(described: JobDescription) -> Iterator[str]:
         yield "stages of a model that is none of piper.models, whose modules' names are not known"
     elif layout.pp > 1 and not all(stages(described)):
         yield "stages without a module; the nearest gives each stage a layer"
+    if described.sizes.fields.get("mtp"):
+        yield "blocks that predict further tokens; the nearest is mtp=0"
     if described.reduce != "float32":
         yield f"gradients that are summed in {described.reduce}; the nearest is float32"
 
