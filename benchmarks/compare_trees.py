@@ -153,6 +153,61 @@ def _capture_transformers(layers: int) -> float:
     return _timed(partial(trace, partial(LlamaForCausalLM, config), batch, loss))
 
 
+@cache
+def _trained(kind: str) -> tuple[Any, Any]:
+    """Return a job of a small model, and a strategy: one device, tensor parallelism, or dropless experts."""
+    from piper import models
+    from piper_compiler import Strategy, recipes, replicate, shard
+    from piper_ir.ground.mesh import Mesh
+    from piper_ir.ground.select import where
+
+    sizes: dict[str, Any] = {"layers": 4, "width": 256, "heads": 4, "vocab": 1024, "length": 128}
+    if kind == "experts":
+        config = models.MoEConfig(
+            **sizes, kv_heads=4, hidden=256, experts=8, top_k=2, capacity_factor=None
+        )
+        both = (*recipes.expert_parallel(bound=2.0), replicate(where(), over=("ep",)))
+        strategy = Strategy(Mesh(ep=2), both)
+    else:
+        config = models.GPTConfig(**sizes)
+        strategy = Strategy(Mesh())
+        if kind == "tensor":
+            strategy = Strategy(Mesh(tp=2), [shard(where(), over="tp")])
+    return models.job(config, global_batch=8), strategy
+
+
+def _train(kind: str) -> float:
+    """Run six steps in this process: their kernels, and what the runtime does between them."""
+    import piper
+
+    compiled = piper.compile(*_trained(kind))
+    return _timed(
+        partial(piper.execute, compiled, steps=6, launcher="inline", memory=False, trace=False)
+    )
+
+
+def _tune() -> float:
+    """Score twenty strategies of a captured GPT, drawn by the sampler with a seed."""
+    import piper
+    from piper import models
+    from piper_compiler import Strategy, recipes
+    from piper_ir.ground.mesh import Mesh
+
+    config = models.GPTConfig(layers=8, width=256, heads=4, vocab=1024, length=128)
+    job = models.job(config, global_batch=64)
+
+    def strategy(trial: Any) -> Strategy:
+        m = trial.suggest_categorical("m", [4, 8, 16])
+        bucket = trial.suggest_float("bucket_mb", 1.0, 64.0)
+        zero = trial.suggest_int("zero", 0, 2)
+        pipeline = recipes.one_f_one_b(pp=4, microbatches=m)
+        return Strategy(
+            Mesh(pp=4, dp=2), [*pipeline, *recipes.data_parallel(zero=zero, bucket_mb=bucket)]
+        )
+
+    return _timed(partial(piper.tune, job, strategy, cluster="h100x8", trials=20, seed=1))
+
+
 CASES: dict[str, Callable[[], float]] = {
     "score a plan of 8 stages": partial(_score, False),
     "score a plan of a GPT of 24 layers": partial(_score, True),
@@ -162,6 +217,10 @@ CASES: dict[str, Callable[[], float]] = {
     "compile GPT-3 175B on 1,024": partial(_compile_preset, "gpt3-175b", 64),
     "verify GPT-3 175B on 1,024": partial(_verify_preset, "gpt3-175b", 64),
     "compile Llama 405B on 16,384": partial(_compile_preset, "llama3-405b", 1024),
+    "train a GPT on one device": partial(_train, "one"),
+    "train a GPT, tp=2": partial(_train, "tensor"),
+    "train dropless experts, ep=2": partial(_train, "experts"),
+    "tune, 20 trials": _tune,
 }
 """The cases by name; each returns the CPU seconds of one run."""
 if find_spec("transformers") is not None:

@@ -39,6 +39,7 @@ SECTIONS = {
     "saving": "saving:rows",
     "faults": "faults:rows",
     "prediction": "prediction:rows",
+    "accuracy": "accuracy:rows",
     "tune": "tuner:rows",
     "search": "zero_bubble_search:rows",
     "recompute": "recompute_flops:rows",

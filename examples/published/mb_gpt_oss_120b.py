@@ -1,4 +1,4 @@
-"""GPT-OSS 120B on 64 H100, experts over 8: docs/performance-summary-archive.md (26.04.01) of Megatron-Bridge (067f987d).
+"""GPT-OSS 120B on 64 H100, experts over 8: the performance archive (26.04.01) of Megatron-Bridge (067f987d).
 
 Nearest: attention with sinks is written out here, so that its scores are kept.
 """

@@ -62,6 +62,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers, which do not 
     from piper_ops import shared as shared
     from piper_runtime import Checkpoints as Checkpoints
     from piper_runtime import Job as Job
+    from piper_runtime import LossScale as LossScale
     from piper_runtime import Precision as Precision
     from piper_runtime import Run as Run
     from piper_runtime.data import from_dataset as from_dataset
@@ -90,6 +91,7 @@ _DISTRIBUTION = "piper-training"
 _HOME = {
     # the job
     "Job": "piper_runtime",
+    "LossScale": "piper_runtime",
     "Precision": "piper_runtime",
     "Checkpoints": "piper_runtime",
     "from_dataset": "piper_runtime.data",

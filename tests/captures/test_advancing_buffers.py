@@ -14,7 +14,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import piper
 from piper.api.reference.verification import verify_strategy
-from piper.views.explain import explain
+from piper.views.explained.explain import explain
 from piper_ir.ground.errors import CaptureError, PiperWarning
 
 WIDTH = 4

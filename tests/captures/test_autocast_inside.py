@@ -14,7 +14,7 @@ import piper
 from piper.api.reference.reference import reference
 from piper.api.reference.reference_differences import FLOAT32, RunOutcome, differences
 from piper.api.reference.verification import verify_strategy
-from piper.views.explain import explain
+from piper.views.explained.explain import explain
 from piper_capture.trace import autocast
 from piper_ir.ground.errors import CaptureError
 from tests.helpers.capture_jobs import sgd

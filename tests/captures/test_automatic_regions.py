@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import piper
 from piper import where
 from piper.api.reference.verification import verify_strategy
-from piper.views.explain import explain
+from piper.views.explained.explain import explain
 from piper_capture.chunks import opaque as opaque_steps
 from piper_capture.trace import written_modules
 from piper_ir.ground.errors import CaptureError, PiperWarning

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 import piper
 from piper import where
 from piper.api.reference.verification import verify_strategy
-from piper.views.explain import explain
+from piper.views.explained.explain import explain
 from piper_compiler import compile as compiler
 from piper_ir.ground.errors import CaptureError
 from tests.helpers.block_nets import LENGTH, ROWS, WIDTH, BlockNet, batch

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import piper
 from piper.api.captures import capturing
 from piper.api.reference.verification import verify_strategy
-from piper.views.explain import explain
+from piper.views.explained.explain import explain
 from piper_capture import Traced
 from piper_capture.steps import joint
 from piper_capture.store import codestore

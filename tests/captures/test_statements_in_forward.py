@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import piper
 from piper import where
 from piper.api.reference.verification import verify_strategy
-from piper.views.explain import explain
+from piper.views.explained.explain import explain
 from piper_capture.torch_api import _torch_said
 from piper_ir.ground.errors import CaptureError
 from tests.helpers.capture_jobs import sgd

@@ -268,7 +268,7 @@ REFUSED: list[tuple[Callable[[], Any], type[PiperError], str]] = [
         r"replicate\(where\(\), over=\('dp', 'ep'\)\)",
     ),
     (
-        lambda: piper.compile(job(""), Strategy(PAIR, [recipes.expert_parallel(), *STAGES])),
+        lambda: piper.compile(job(""), Strategy(PAIR, [recipes.expert_parallel(), *ROWS, *STAGES])),
         DirectiveError,
         r"devices share experts over ep \(by shard\).*pp and ep of Mesh\(pp=2, ep=2\) \[place "
         r"condition 7\]",

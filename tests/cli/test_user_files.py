@@ -15,7 +15,7 @@ import piper
 from piper.api.ground.costs_file import load_costs
 from piper.api.reference.verification import verify_strategy
 from piper.cli.loading import JobFile, load_file
-from piper.views.explain import explain
+from piper.views.explained.explain import explain
 from piper_ir.program.program import Kernel
 from tests.helpers.command_line import command
 

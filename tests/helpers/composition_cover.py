@@ -160,6 +160,7 @@ WIDELY_SHARED: Mapping[str, tuple[str, ...]] = {
 KEPT: Mapping[str, tuple[str, ...]] = {
     "inputs": ("gpt", "llama", "gpt_dropout", "opaque", "keywords", "dict", "mixture"),
     "products": ("gpt", "custom_op"),
+    "products/2": ("gpt", "llama"),
     "attention": ("gpt", "pairs"),
 }
 """Models under policies of recomputation in quick rows."""
@@ -357,7 +358,7 @@ FEW: tuple[Rule, ...] = (
     lambda sharing, keep: (
         not sharing
         or keep in ("all", "inputs")
-        or sharing == {"products": "tp tokens", "attention": "cp gather"}[keep]
+        or sharing == {"products": "tp tokens", "attention": "cp gather"}.get(keep, "tp")
     ),
     lambda model, sharing, keep: keep == "all" or not sharing or model in ("gpt", "llama"),
     lambda sharing, precision: (
@@ -467,4 +468,4 @@ def drawn(seed: int) -> tuple[Composition, str]:
     row = wide_row(seed)
     made = composition(row, seed)
     tiles = 2 if row["model"] in TILED and seed % 3 == 0 else 1
-    return replace(made, tiles=tiles), row["launcher"]
+    return replace(made, tiles=tiles, scaled=seed % 5 == 1), row["launcher"]

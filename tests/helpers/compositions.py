@@ -37,6 +37,7 @@ from piper_ir.program.program import Program
 from piper_runtime.launch.ground.result import Run
 from piper_runtime.launch.running.run import execute
 from piper_runtime.rank.job.job import Job
+from piper_runtime.rank.job.loss_scale import LossScale
 from piper_runtime.rank.job.precision import Precision
 from tests.helpers import models, parity, transformers
 from tests.helpers.written_out import blocks_of, has_backward, written_out_pipeline
@@ -88,6 +89,8 @@ OPTIMIZERS: Mapping[str, Maker] = {
 }
 
 
+SCALE = LossScale(initial=1024.0, interval=1)
+"""It grows in each step."""
 MIXED = {
     "mixed": Precision(params="float64", compute="float32"),
     "bfloat16 mixed": Precision(params="float32", compute="bfloat16"),
@@ -118,7 +121,7 @@ class Composition:
     that share the work of each chunk; along its tokens too with `stream`, where `gathered` keeps what the forward
     gathers. cp: devices that share the tokens, with this `attention` in this `order`. ep: of `dp` replicas so many
     share experts. tiles: of tokens, in which the loss is computed. overlap_states: whether
-    messages of buckets run beside compute."""
+    messages of buckets run beside compute. scaled: whether the loss is scaled, by another number in each step."""
 
     model: str
     pp: int = 1
@@ -156,6 +159,7 @@ class Composition:
     ep: int = 1
     cut: bool = False
     tiles: int = 1
+    scaled: bool = False
     at: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -188,7 +192,7 @@ class Composition:
             shown += [f"cp={self.cp}", self.attention, *[self.order] * bool(self.order)]
         shown += ["no overlap of states"] * (not self.overlap_states)
         shown += [f"ep={self.ep}"] * (self.ep > 1)
-        shown += [f"tiles={self.tiles}"] * (self.tiles > 1)
+        shown += [f"tiles={self.tiles}"] * (self.tiles > 1) + ["scaled"] * self.scaled
         return "-".join(
             [self.model, *shown, *["overlap"] * self.overlap, *[self.keep] * (self.keep != "all")]
         )
@@ -200,7 +204,7 @@ def job_of(c: Composition) -> Job:
     return Job(
         model=case.model, batch=case.batch, loss=case.loss, optimizer=OPTIMIZERS[c.optimizer],
         global_batch=c.rows * c.microbatches * c.dp, scheduler=decay if c.scheduler else None, clip_norm=c.clip,
-        precision=precision_of(c.precision),
+        precision=replace(precision_of(c.precision), loss_scale=SCALE if c.scaled else None),
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,6 +25,10 @@ SLOWED = {
     "tbf": ["rate", "1mbit", "burst", "3kb", "latency", "2s"],
 }
 """The ways to slow a machine's messages down, in the order in which they are tried: a kernel may have neither."""
+
+
+SEARCH_PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/sbin"])
+"""The path of programs on all machines: torchrun and piper are beside this interpreter, whoever has started it."""
 
 
 def _ip(*words: str) -> str:
@@ -45,7 +50,8 @@ class Hosts:
         inside = ["ip", "netns", "exec", f"{self.tag}{host}", "unshare", "--uts", "sh", "-c"]
         named = [*inside, f'hostname {host} && exec "$@"', "sh", *command]
         pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        process = subprocess.Popen(named, env=os.environ | dict(variables), **(pipes | more))
+        environment = os.environ | {"PATH": SEARCH_PATH} | dict(variables)
+        process = subprocess.Popen(named, env=environment, **(pipes | more))
         self.started.append(process)
         return process
 

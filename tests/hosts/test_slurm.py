@@ -111,7 +111,7 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
     names = ("socket", "pid", "log", "seed")
     flags = {"log": "log-file", "pid": "pid-file", "seed": "seed-file"}
     munge = [f"--{flags.get(name, name)}={folder}/munge.{name}" for name in names]
-    settings = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{os.environ['PATH']}:/usr/sbin"}
+    settings = {"SLURM_CONF": str(folder / "slurm.conf")}
     with some_hosts("a") as hosts:
         programs = [
             ["munged", "--foreground", "--force", f"--key-file={key}", *munge],

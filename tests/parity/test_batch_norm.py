@@ -16,7 +16,7 @@ from torch import nn
 import piper
 from piper.api.reference.reference import reference
 from piper.api.reference.reference_differences import RunOutcome, differences
-from piper.views.explain import explain
+from piper.views.explained.explain import explain
 from piper_ir.ground.errors import CaptureError, CompileError, JobError, PiperWarning
 from tests.helpers.cases import each_case
 

@@ -14,7 +14,7 @@ import pytest
 import piper
 from piper import Mesh
 from piper.api.reference.verification import verify_strategy
-from piper.views.explain_layouts import layouts
+from piper.views.explained.layouts import layouts
 from piper_compiler import Strategy
 from piper_ir.ground.errors import DirectiveError
 from piper_ir.ground.select import where

@@ -28,7 +28,7 @@ from piper_compiler.interchange.of_plan import rows_of_plan
 from piper_ir.fold import memory
 from piper_ir.ground.errors import FormatError
 from piper_ir.ground.mesh import Mesh
-from piper_ir.ground.select import where
+from piper_ir.ground.select import ANY, where
 from piper_ir.program.ops import Compute
 from piper_ir.verify import check
 from piper_runtime import Run
@@ -289,6 +289,21 @@ def test_a_split_backward_begins_with_recomputation() -> None:
 
 def test_the_named_policies_are_those_of_the_cut() -> None:
     assert set(NAMED) == {"all", *KINDS}
+
+
+def test_the_scores_of_attention_are_made_again_and_nothing_else() -> None:
+    config = piper.models.DecoderConfig(
+        layers=2, width=32, heads=4, hidden=64, vocab=64, length=16, attention="math", dropout=0.2
+    )
+    job = piper.models.job(config, global_batch=4, precision=FLOAT64)
+    pipeline = recipes.gpipe(pp=2, microbatches=2)
+    base = trained(piper.compile(job, Strategy(Mesh(pp=2), pipeline)))
+    core = piper.recompute(where(layer=ANY), keep="outputs", modules="*.attention.core")
+    again = (*pipeline, core)
+    made = piper.compile(job, Strategy(Mesh(pp=2), again))
+    judged(made, base)
+    ops = {k.op for v in made.plan.variants for k in v.steps["R"].cost.kernels}
+    assert {"_softmax", "native_dropout"} <= ops and not ops & {"mm", "addmm", "rms_norm", "silu"}
 
 
 def test_strategies_are_saved_with_their_policies() -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import piper
-from piper.views.explain import explain
+from piper.views.explained.explain import explain
 from piper_compiler import Strategy, durations, recipes, replicate
 from piper_compiler.passes.steps import release, residency
 from piper_ir.fold.memory import with_peaks

@@ -16,7 +16,7 @@ import piper
 from piper import Mesh
 from piper.api.captures import capturing
 from piper.api.reference.verification import verify_strategy
-from piper.views.explain_layouts import layouts
+from piper.views.explained.layouts import layouts
 from piper_capture.chunks import tables
 from piper_compiler import Strategy
 from piper_ir.ground.select import where

@@ -12,7 +12,7 @@ import pytest
 import piper
 from piper import Mesh, recipes
 from piper.models import GPTConfig
-from piper.views.explain import explain
+from piper.views.explained.explain import explain
 from piper_compiler import Strategy
 from piper_ir.graph.graph import Graph
 from piper_ir.ground.codec import dumps, loads

@@ -64,8 +64,8 @@ def test_fused_weights_lie_as_their_parts_do() -> None:
     """The heads of queries, keys and values are each in one third of the rows."""
     made = shared_jobs.compiled("gpt", Mesh(tp=2), [])
     layouts = {p.name: p.layout for p in made.plan.params}
-    assert layouts["layers.0.qkv.weight"] == (DimPart("tp", 0, outer=3),)
-    assert layouts["layers.0.out.weight"] == (DimPart("tp", 1),)
+    assert layouts["layers.0.attention.qkv.weight"] == (DimPart("tp", 0, outer=3),)
+    assert layouts["layers.0.attention.out.weight"] == (DimPart("tp", 1),)
     assert layouts["layers.0.norm1.weight"] == ()
 
 

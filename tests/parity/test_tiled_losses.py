@@ -18,7 +18,7 @@ from piper import DirectiveError, Mesh, Strategy, models, recipes, tile_loss
 from piper.api.captures.capturing import captured_job, rewritten, traced_job
 from piper.api.reference.verification import verify_strategy
 from piper.models.jobs import adamw, cross_entropy
-from piper.views.explain import explain
+from piper.views.explained.explain import explain
 from piper_capture import restored, stored, with_tiles
 from piper_capture.store import tiled_loss
 from piper_compiler import CaptureRequest

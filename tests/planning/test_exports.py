@@ -83,6 +83,7 @@ def test_torchtitan_takes_what_it_can_run(name):
             (*recipes.one_f_one_b(pp=1, microbatches=1), piper.recompute(where(layer=range(2)))),
             "of some layers",
         ),
+        ((piper.recompute(where(layer=ANY), keep="products"),), "nearest is keep='products/2'"),
     ],
 )
 def test_what_torchtitan_lacks_is_named(directives, told):

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from piper.cli import app
-from piper.published.convert import cluster_of, readings, row, stack_for
+from piper.published.convert import cluster_of, model_of, readings, row, stack_for
 from piper.published.fitting import fit
 from piper.published.plans import plan_of
 from piper.published.scoring import RunPrediction, kendall, percentile, predict, score
@@ -45,6 +45,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PublishedRow:
         ("zero", "4", "zero is '4'"),
         ("step_s", "-1", "step_s is '-1'"),
         ("seq_parallel", "true", "seq_parallel is 'true'"),
+        ("experts", "8", "experts and top_k are given together"),
     ],
 )
 def test_a_field_that_cannot_be_read_is_named(field: str, value: str, said: str) -> None:
@@ -61,12 +62,38 @@ def test_open_fields_give_several_readings() -> None:
         row(open_)
 
 
+MIXTURE = {
+    **TINY, "note": "latent attention", "tp": "1", "dp": "4", "ep": "2", "experts": "8", "top_k": "2",
+    "expert_ffn": "256", "shared_experts": "2", "dense_layers": "1", "capacity": "1",
+}  # fmt: skip
+
+
+def test_a_mixture_is_said_with_its_experts() -> None:
+    run = row(read_row(MIXTURE))
+    assert dict(run.strategy.mesh.sizes) == {"dp": 2, "ep": 2}
+    config, notes = model_of(run.row)
+    assert config.experts is not None and config.latent is not None and not notes
+    assert (config.experts.number, config.experts.shared_hidden) == (8, 512)
+    assert (config.experts.capacity_factor, config.dense_layers) == (1, 1)
+    ring = model_of(read_row({**MIXTURE, "cp": "2", "dp": "2"}))
+    assert ring[0].experts is not None and ring[0].experts.capacity_factor is None
+    assert "experts are dropless" in ring[1][0]
+
+
+def test_the_committed_mixtures_have_sources_and_can_be_said() -> None:
+    rows = read_rows(Path(__file__).parents[2] / "benchmarks/published/mixtures.csv")
+    assert len(rows) >= 20 and all(r.source and r.step_s and r.experts for r in rows)
+    for one in rows:
+        assert row(one).strategy.mesh.size("ep") == one.ep, one.case
+
+
 @each_case(
     ("changes", "said"),
     [
         ({"global_batch": "9"}, "no multiple of dp x micro_batch"),
         ({"gpus": "8"}, "dp x cp x tp x pp is 4"),
         ({"hw": "tpu-v5"}, "no device 'tpu-v5'"),
+        ({"experts": "8", "top_k": "2", "ep": "4"}, "ep = 4 does not divide dp = 2"),
     ],
 )
 def test_a_row_that_cannot_be_said_is_refused_with_the_reason(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from piper.api.compiling.compiling import Compiled, compile
-from piper.views.explain import explain
+from piper.views.explained.explain import explain
 from piper_compiler import Strategy, recipes
 from piper_ir.ground.mesh import Mesh
 from piper_ir.program.program import Cost

@@ -14,8 +14,8 @@ import piper
 from piper import Mesh
 from piper.api.compiling.compiling import Compiled
 from piper.api.reference.verification import verify_strategy
-from piper.views.explain import facts
-from piper.views.explain_layouts import layouts
+from piper.views.explained.explain import facts
+from piper.views.explained.layouts import layouts
 from piper_compiler import Strategy
 from piper_ir.ground.errors import DirectiveError
 from piper_ir.program.layout import DimPart

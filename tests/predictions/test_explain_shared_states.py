@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from piper import Mesh, recipes
-from piper.views.explain import explain
+from piper.views.explained.explain import explain
 from tests.helpers import shared_jobs
 
 

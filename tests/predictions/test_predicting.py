@@ -48,7 +48,7 @@ def test_why_prints_every_part(file: Path) -> None:
         *titles,
         "sensitivity of the step",
         "costs from formulas",
-        "no interval: no duration has a spread",
+        "no interval by the spread of costs: none has one",
     ):
         assert f"\n{title}" in text, title
     assert "\none microbatch more" in text and "% rows per second" in text

@@ -11,7 +11,7 @@ import piper
 from benchmarks.recompute_flops import Policy, measure, missed
 from piper.api.running import profiling
 from piper.api.running.tuning import Conditions, problem_of
-from piper.views.explain import explain
+from piper.views.explained.explain import explain
 from piper.views.strategy_facts import facts_of
 from piper_autotune.scoring.evaluators import Here
 from piper_autotune.scoring.scoring import Scored

@@ -17,7 +17,7 @@ import piper
 from piper import Mesh, Strategy, models, recipes
 from piper.api.problems.tuning_problem import Conditions, problem_of
 from piper.cli import app
-from piper.views.explain_exchanges import exchanges
+from piper.views.explained.exchanges import exchanges
 from piper_autotune.space.problem import Programs, wanted_by
 from piper_autotune.space.sketch import Sketches
 from piper_compiler import directive, site_field

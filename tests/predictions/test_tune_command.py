@@ -48,10 +48,13 @@ def test_the_command_prints_the_best_and_writes_a_strategy_that_runs(
         "0",
         "--memory-limit",
         "1GiB",
+        "--cluster",
+        "h100x8@hopper-torch",
         "--out",
         str(tmp_path / "out"),
     )
     assert done.exit_code == 0, done.output
+    assert "80 % of published runs of hopper-torch fall inside" in " ".join(done.stdout.split())
     assert "within 1 GiB per device" in done.stdout
     assert re.search(
         r"^rules asked before compiling: skipped, devices, .*states", done.stdout, re.MULTILINE

@@ -14,7 +14,7 @@ import torch
 
 import piper
 from piper.sessions.training import Settings, train
-from piper.views.explain import explain
+from piper.views.explained.explain import explain
 from piper_ir.ground.errors import CaptureError, JobError, PiperWarning
 from piper_ir.verify import verify
 from piper_report import load

@@ -17,7 +17,7 @@ from benchmarks import exchanges
 from piper import Mesh, Strategy, recipes, where
 from piper.api.reference.verification import verify_strategy
 from piper.api.running.emulation import emulate
-from piper.views.explain import explain
+from piper.views.explained.explain import explain
 from piper_compiler import durations
 from piper_compiler.passes.order import schedule
 from piper_ir.graph.graph import Graph

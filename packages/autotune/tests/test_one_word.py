@@ -14,7 +14,13 @@ from piper_autotune.space.problem import TuningProblem
 from piper_compiler import Strategy, partition, recipes, synthetic
 from piper_ir.ground.mesh import Mesh
 from piper_ir.study.study import Row
-from piper_ir.study.study_groups import folded, folded_text, indifferent, indifferent_text
+from piper_ir.study.study_groups import (
+    folded,
+    folded_text,
+    indifferent,
+    indifferent_text,
+    interval_text,
+)
 
 
 def heavy_end(at: Any = "even") -> Strategy:
@@ -175,3 +181,14 @@ def test_a_parameter_without_effect_is_named_and_one_with_effect_is_not() -> Non
         "nobody knows which of the two it was"
     )
     assert indifferent_text([]) == ""
+
+
+def test_candidates_within_the_interval_of_the_best_are_counted() -> None:
+    rows = [row(0, 1.0, m=4), row(1, 1.09, m=8), row(2, 1.11, m=16)]
+    text = interval_text(rows, rows[0], 0.1, "hopper-nemo")
+    assert "best 1 s (909.1 ms to 1.1 s: 80 % of published runs of hopper-nemo" in text
+    assert "1 other candidate is within it" in text
+    assert "no other candidate" in interval_text(rows, rows[0], 0.05, "")
+    assert interval_text(rows, rows[0], 0.0, "") == "", "durations are given"
+    measured = replace(rows[0], measured_period_s=1.0)
+    assert interval_text(rows, measured, 0.1, "") == ""

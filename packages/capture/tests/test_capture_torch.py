@@ -6,11 +6,12 @@ import types
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._dynamo import funcname_cache
 
 from packages.capture.tests.repeated_cases import Layer, Model, batch, loss
 from piper_capture import capture
+from piper_capture.steps.joint import trace_joint
 from piper_capture.torch_api import _torch
 
 
@@ -61,3 +62,11 @@ def test_functions_stand_in_place_for_a_while() -> None:
     with pytest.raises(AttributeError), _torch.in_place(owner, {"a": min, "c": min}):
         pass
     assert (owner.a, owner.b) == (len, max)
+
+
+def test_a_joint_graph_may_have_no_inputs() -> None:
+    """The weights of a loss that is a sum beside a mean are counted by a graph that reads nothing of the batch."""
+    graph = fx.Graph()
+    graph.output((graph.call_function(torch.ones, ((),)),))
+    joint = trace_joint(fx.GraphModule(nn.Module(), graph), [], (False,))
+    assert [node.op for node in joint.graph.nodes] == ["call_function", "output"]

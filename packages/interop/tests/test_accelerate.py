@@ -174,7 +174,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (_fsdp(fsdp_sharding_strategy="SURPRISE"), "none of FULL_SHARD"),
     (_fsdp(fsdp_surprise=1), "fsdp_config.fsdp_surprise"),
     ({**ACCELERATE["ddp"], "mixed_precision": "fp8"}, "--as bf16"),
-    ({**ACCELERATE["ddp"], "mixed_precision": "fp16"}, "--as bf16"),
     ({**ACCELERATE["ddp"], "distributed_type": "XLA"}, "devices other than CUDA"),
     ({**ACCELERATE["ddp"], "distributed_type": "MEGATRON_LM"}, "piper import megatron"),
     (
@@ -184,7 +183,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**ACCELERATE["ddp"], "compute_environment": "AMAZON_SAGEMAKER"}, "SageMaker"),
     ({**ACCELERATE["ddp"], "use_cpu": True}, "CPUs"),
     ({"output_dir": "x", "optim": "adamw_8bit"}, "--as adamw"),
-    ({"output_dir": "x", "fp16": True}, "--as bf16"),
     ({"output_dir": "x", "auto_find_batch_size": True}, "found by trial"),
     ({"output_dir": "x", "fsdp": "full_shard offload"}, "offload to the host"),
     ({"output_dir": "x", "fsdp": "full_sharp"}, "no such option: full_sharp"),

@@ -104,7 +104,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization": {"stage": 2, "zenflow": {}}}, "ZenFlow"),
     ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "hpZ"),
     ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "quantised"),
-    ({"fp16": {"enabled": True}}, "--as bf16"),
+    ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "masters in fp16"),
+    ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "--as bf16"),
     ({"optimizer": {"type": "Muon"}}, "--as adamw"),
     ({"optimizer": {"type": "OneBitAdam"}}, "--as adamw"),
     ({"pipeline": {"stages": 4}}, "PipelineModule"),
@@ -153,19 +154,38 @@ def test_all_refusals_come_at_once(tmp_path: Path) -> None:
     options = {
         "train_batch_size": 16,
         "surprise": 1,
-        "fp16": {"enabled": True},
+        "fp16": {"enabled": True, "fp16_master_weights_and_grads": True},
         "pipeline": {"stages": 2},
     }
     with pytest.raises(JobError) as error:
         imported("deepspeed", tmp_path, options)
-    assert all(word in str(error.value) for word in ("surprise", "fp16.enabled", "pipeline.stages"))
+    assert all(
+        word in str(error.value) for word in ("surprise", "fp16.fp16_master", "pipeline.stages")
+    )
 
 
 def test_stand_ins_are_in_the_notes(tmp_path: Path) -> None:
-    options = {"train_batch_size": 16, "fp16": {"enabled": True}, "optimizer": {"type": "Lion"}}
+    autocast = {"enabled": True, "dtype": "float16"}
+    options = {"train_batch_size": 16, "torch_autocast": autocast, "optimizer": {"type": "Lion"}}
     described = imported("deepspeed", tmp_path, options, stand_ins=frozenset({"bf16", "adamw"}))
     assert described.compute == "bfloat16"
     assert sum("taken as" in note for note in described.notes) == 2
+
+
+def test_fp16_has_a_scaled_loss(tmp_path: Path) -> None:
+    """The defaults are DeepSpeed's, and the export says them all."""
+    options = {"train_batch_size": 16, "fp16": {"enabled": True}}
+    described = imported("deepspeed", tmp_path, options)
+    assert (described.compute, described.reduce) == ("float16", "float16")
+    assert described.loss_scale == (("interval", 1000), ("hysteresis", 2))
+    fixed = imported(
+        "deepspeed", tmp_path, {**options, "fp16": {"enabled": True, "loss_scale": 128}}
+    )
+    assert fixed.loss_scale == (("fixed", 128.0),)
+    for job in (described, fixed):
+        (text,) = export_job("deepspeed", job).files.values()
+        again = imported("deepspeed", tmp_path, json.loads(text))
+        assert (again.compute, again.loss_scale) == (job.compute, job.loss_scale)
 
 
 def test_auto_needs_training_arguments(tmp_path: Path) -> None:

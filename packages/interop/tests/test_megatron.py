@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from packages.interop.tests.megatron_jobs import ALONE, DENSE, MIXTURE, described, imported
-from piper_interop import DeviceLayout, Recomputation, python
+from piper_interop import DeviceLayout, Recomputation, export_job, python
 from piper_interop.megatron import words
 from piper_interop.megatron.table import TABLE
 from piper_interop.neutral.options import row_of
@@ -76,8 +76,7 @@ def test_defaults_are_those_of_megatron() -> None:
         ("--window-size (15,0) --window-attn-skip-freq ([1]*3+[0])*2", {"window": 16, "window_every": 4}),
         ("--attention-backend unfused", {"attention": "math", "dropout": None}),
         ("--attention-backend unfused --hidden-dropout 0.1", {"attention": "math", "dropout": 0.1}),
-        ("--attention-backend unfused --recompute-granularity selective", {"attention": None}),
-        ("--attention-backend unfused --recompute-activations", {"attention": None}),
+        ("--attention-backend unfused --recompute-granularity selective", {"attention": "math"}),
         ("--softmax-type learnable", {"attention": "math", "sinks": True}),
         ("--padded-vocab-size 1111", {"vocab": 1111}),
         ("--make-vocab-size-divisible-by 7 --tensor-model-parallel-size 2", {"vocab": 1008}),
@@ -162,7 +161,12 @@ def test_layouts(more: str, layout: DeviceLayout) -> None:
     ("more", "rules"),
     [
         ("", ()),
-        ("--recompute-granularity selective", ()),
+        ("--recompute-granularity selective", (Recomputation("outputs@*.attention.core"),)),
+        ("--recompute-activations", (Recomputation("outputs@*.attention.core"),)),
+        ("--recompute-granularity selective --recompute-modules mlp", (Recomputation("outputs@*.feed_forward"),)),
+        ("--recompute-granularity selective --recompute-modules layernorm mlp",
+         (Recomputation("inputs@*.norm[12]&outputs@*.feed_forward"),)),
+        ("--recompute-granularity selective --recompute-modules moe", ()),
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", (Recomputation("inputs", group=2),)),
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", (Recomputation("inputs", layers=3),)),
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 9", (Recomputation("inputs"),)),
@@ -176,10 +180,44 @@ def test_recomputation(more: str, rules: tuple[Recomputation, ...]) -> None:
     compile(python(job, "A job"), "FILE.py", "exec")
 
 
+MIXED = (
+    "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 "
+    "--moe-layer-freq ([0]*3+[1]*5) --moe-shared-expert-intermediate-size 40 --swiglu "
+)
+"""A mixture with latent attention, dense first layers and shared experts."""
+
+
+@each_case(
+    ("parts", "policy"),
+    [
+        ("mlp", "outputs@layers.0-2.feed_forward"),
+        ("moe", "outputs@layers.3-7.feed_forward"),
+        ("shared_experts", "outputs@*.feed_forward.shared"),
+        ("moe_act", "inputs@layers.3-7.feed_forward.activation+layers.3-7.feed_forward.times"),
+        ("mla_up_proj", "inputs@*.attention.kv_up+*.attention.q_up+*.attention.turn"),
+        ("core_attn layernorm", "inputs@*.norm[12]&outputs@*.attention.core"),
+    ],
+)
+def test_parts_of_a_mixtures_layers_are_computed_again(parts: str, policy: str) -> None:
+    """The parts come back from an export; tests/parity/test_recompute_parts.py compiles the patterns."""
+    more = f"{MIXED} --recompute-granularity selective --recompute-modules {parts}"
+    job = described(more, base=MIXTURE)
+    assert job.recompute == (Recomputation(policy),)
+    text = export_job("megatron", job).files["megatron.args"]
+    assert f"--recompute-modules {parts}\n" in text
+    if parts == "moe":
+        given = f"{MIXED} --moe-layer-recompute"
+        assert described(given, base=MIXTURE).recompute == job.recompute
+
+
+def test_a_part_that_no_layer_has_is_refused() -> None:
+    with pytest.raises(JobError, match=r"recompute-modules.*core_attn, layernorm, mla_up_proj"):
+        described("--recompute-granularity selective --recompute-modules gdn_norm_out")
+
+
 @each_case(
     ("more", "stand_in", "words_of_it"),
     [
-        ("--fp16", "bf16", "without a scale"),
         ("--fp8-format hybrid --fp8-recipe blockwise", "bf16", "too slow"),
         ("--optimizer muon", "adam", "as AdamW"),
         ("--optimizer-cpu-offload", "no-offload", "nothing is moved"),
@@ -335,3 +373,29 @@ def test_a_batch_that_decreases_or_grows() -> None:
     job = described("--step-batch-size-schedule 0:16 200B:32 400B:64")
     assert job.global_batch == 64
     assert any("earlier steps have fewer rows" in note for note in job.notes)
+
+
+@each_case(
+    ("more", "reduce", "scale"),
+    [
+        ("--fp16", "float16", (("initial", 2.0**32), ("interval", 1000), ("hysteresis", 2))),
+        (
+            "--fp16 --accumulate-allreduce-grads-in-fp32 --loss-scale 4096",
+            "float32",
+            (("fixed", 4096.0),),
+        ),
+        (
+            "--fp16 --initial-loss-scale 65536 --loss-scale-window 2000 --hysteresis 1 --min-loss-scale 4",
+            "float16",
+            (("least", 4.0),),
+        ),
+    ],
+)
+def test_fp16_has_a_scaled_loss(
+    more: str, reduce: str, scale: tuple[tuple[str, float], ...]
+) -> None:
+    job = described(more)
+    assert (job.compute, job.reduce, job.loss_scale) == ("float16", reduce, scale)
+    written = python(job, "A job")
+    assert "loss_scale=" in written
+    compile(written, "FILE.py", "exec")

@@ -38,6 +38,15 @@ def test_layouts_come_back(layout: DeviceLayout) -> None:
     assert replace(back(job), notes=()) == job
 
 
+@each_case(
+    ("scale", "reduce"),
+    [((("initial", 1024.0), ("hysteresis", 3)), "float16"), ((), "float32"), ((("fixed", 128.0),), "float32")],
+)  # fmt: skip
+def test_a_scaled_loss_comes_back(scale: tuple[tuple[str, float], ...], reduce: str) -> None:
+    job = replace(job_with(DeviceLayout()), compute="float16", reduce=reduce, loss_scale=scale)
+    assert replace(back(job), notes=()) == job
+
+
 @st.composite
 def layouts(draw: st.DrawFn) -> DeviceLayout:
     """Draw a layout that Megatron can say, for eight layers."""
@@ -82,6 +91,7 @@ def layouts(draw: st.DrawFn) -> DeviceLayout:
         (
             {},
             {"recompute": (Recomputation("inputs", group=2),)},
+            {"recompute": (Recomputation("outputs@*.attention.core+*.feed_forward"),)},
             {"reduce": "bfloat16", "clip_norm": None},
             {"compute": "float32", "lr": 3e-4},
         )
@@ -156,6 +166,7 @@ def test_layers_for_further_tokens_come_back(parts: str) -> None:
         (DeviceLayout(dp=2), {"params": "bfloat16"}, "nearest is params='float32'"),
         (DeviceLayout(dp=2), {"compute": "float32", "reduce": "bfloat16"}, "nearest is reduce='float32'"),
         (DeviceLayout(dp=2), {"recompute": (Recomputation("products"),)}, 'one recompute with keep="inputs"'),
+        (DeviceLayout(dp=2), {"recompute": (Recomputation("inputs@*.attention.core"),)}, "modules of --recompute-modules"),
         (DeviceLayout(dp=2), {"recompute": (Recomputation("inputs", layers=(3, 4)),)}, "the first layers of each stage"),
         (DeviceLayout(pp=2, zero=3, reshard=False, dp=2), {}, "nearest is reshard=True"),
     ],

@@ -153,6 +153,7 @@ MODEL_ARGS:
   --attention-dropout: 0.0
   --cuda-graph-modules: [attn mlp]
   --offload-modules: "[moe_act core_attn]"
+  --recompute-modules: "[mlp]"
   --fp16: false
 """
     folder = tmp_path / "a_case"
@@ -161,6 +162,7 @@ MODEL_ARGS:
     assert (job.described.sizes, job.described.name) == (described().sizes, "a_case")
     assert job.foreign.values["cuda-graph-modules"].value == ["attn", "mlp"]
     assert job.foreign.values["offload-modules"].value == ["moe_act", "core_attn"]
+    assert job.foreign.values["recompute-modules"].value == ["mlp"]
     lines = test.partition("MODEL_ARGS:\n")[2].splitlines()
     plain = "\n".join(line.strip().removeprefix("--").replace("num-", "num_") for line in lines)
     plain = plain.replace("disable-bias-linear: true", "add_bias_linear: false")

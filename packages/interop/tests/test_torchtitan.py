@@ -133,8 +133,9 @@ def test_recomputation_is_said_as_near_as_it_goes(tmp_path):
     described = imported(tmp_path, activation_checkpoint=full)
     assert (described.recompute, described.notes) == ((Recomputation("inputs"),), ())
     described = imported(tmp_path, activation_checkpoint=selective)
-    assert described.recompute == (Recomputation("products"),)
-    assert "every second product" in described.notes[0]
+    assert (described.recompute, described.notes) == ((Recomputation("products/2"),), ())
+    mixed = imported(tmp_path, tree=model(6, mixed=4), activation_checkpoint=selective)
+    assert "keeps no products of experts" in mixed.notes[0]
 
 
 @pytest.mark.parametrize(

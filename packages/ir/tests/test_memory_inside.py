@@ -111,3 +111,9 @@ def test_an_owner_in_words() -> None:
         == "layers.3: activation 1 MiB of 1 microbatch"
     )
     assert MemoryOwner("param", "bucket0: w", 1, (), 5).text == "bucket0: w: param 5 B"
+
+
+def test_what_a_cpu_computes_written_out_is_not_counted_on_a_cuda_device() -> None:
+    live = Liveness((0,), ((10,), (4,)), ((Inside(12),), ()), on_cpu=((Affine(5, 20),), ())).bind(2)
+    assert live.peak({}) == live.peak({}, "cpu") == 45
+    assert live.peak({}, "cuda") == 12

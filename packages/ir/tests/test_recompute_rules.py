@@ -69,6 +69,13 @@ def _two_writers(plan: Plan) -> Plan:
     return replace(plan, variants=(*plan.variants, replace(unused, keep="other")))
 
 
+@breaks("R33-recompute", "F keeps saved1, which no step reads")
+def _kept_in_vain(plan: Plan) -> Plan:
+    unused = change_variant(plan, "F", writes=("out0", "out1", "saved1")).variants[0]
+    ports = {**unused.ports, "saved1": unused.ports["saved0"]}
+    return replace(plan, variants=(*plan.variants, replace(unused, keep="other", ports=ports)))
+
+
 @breaks("R33-recompute", "W reads saved0, which neither F nor R writes")
 def _no_writer(plan: Plan) -> Plan:
     unused = change_variant(plan, "R", writes=()).variants[0]

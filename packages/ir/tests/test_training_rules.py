@@ -116,7 +116,7 @@ breaks("R27-dataflow", "as tan0: missing head:gin0@1; not asked for head:gin2@1"
 )
 breaks(
     "R27-dataflow",
-    "the norm that it clips by is not the sum over each bucket, once: missing norm own",
+    "the norm that it reads is not the sum over each bucket, once: missing norm own",
 )(lambda plan: change_part(plan, "pp1", "squares", op=SquaredNorm(("tied",), "float32")))
 breaks("R27-dataflow", "not asked for norm own summed over dp, norm tied summed over dp")(
     lambda plan: change_channel(plan, "norm", over=("dp",))

@@ -22,7 +22,13 @@ from piper_ops import (
 )
 from piper_ops.attention import sdpa
 from piper_ops.attention.sdpa_kernels import KERNELS
-from piper_ops.costing.workspace import Workspace, cpu_workspace, cuda_workspace, peak_bytes_inside
+from piper_ops.costing.attention_lowerings import is_written_on_cpu
+from piper_ops.costing.workspace import (
+    Workspace,
+    cpu_workspace,
+    cuda_workspace,
+    peak_bytes_inside,
+)
 from piper_ops.ground.library import OP_KERNELS
 from piper_ops.pointwise import losses
 from tests.helpers.cases import each_case
@@ -192,6 +198,27 @@ def test_a_mask_made_for_the_kernel_is_counted_on_a_cpu(name: str, dtype: torch.
         == peak_bytes_inside(OP_KERNELS[attention], *forward)
         == (wanted + lse.nbytes if until_the_end else max(wanted, lse.nbytes))
     ), "the logsumexp is made contiguous"
+
+
+@each_case(
+    ("dtype", "value_dim", "written"),
+    [
+        (
+            torch.bfloat16,
+            8,
+            True,
+        ),  # latent attention: flash for CPUs has one head_dim, the efficient kernel two
+        (torch.bfloat16, 16, False),
+        (torch.float64, 8, False),  # written out on both
+    ],
+)
+def test_attention_that_only_a_cpu_writes_out(
+    dtype: torch.dtype, value_dim: int, written: bool
+) -> None:
+    q, k = (torch.empty(2, 8, 4, 16, dtype=dtype, device="meta") for _ in range(2))
+    v = torch.empty(2, 8, 4, value_dim, dtype=dtype, device="meta")
+    assert is_written_on_cpu(attention, (q, k, v), (v, v)) is written
+    assert not is_written_on_cpu(torch.ops.aten.add.Tensor, (q, k), q)
 
 
 @each_case(("keys", "padded"), [(40, 48), (64, 64)])

@@ -42,8 +42,14 @@ def test_unusable_fields_are_refused_by_name(field: str, value: Any, says: str) 
 
 
 def test_precision_names_what_is_accepted() -> None:
-    with pytest.raises(JobError, match="float64, float32, bfloat16"):
+    with pytest.raises(JobError, match="float64, float32, bfloat16, float16 is needed"):
+        Precision(params="float8")
+    with pytest.raises(JobError, match=r"compute='float16'.* computes in it, with a scaled loss"):
         Precision(params="float16")
+    with pytest.raises(JobError, match="lacks the range of the parameters"):
+        Precision(params="bfloat16", compute="float16")
+    with pytest.raises(JobError, match=r"loss_scale='dynamic'.*a piper.LossScale"):
+        Precision(compute="float16", loss_scale="dynamic")  # type: ignore[arg-type]  # no scale
     assert Precision(params="float64", reduce="float64").dtype is torch.float64
 
 

@@ -234,8 +234,8 @@ def explain(
     with user_errors(locals()):
         from piper.api.compiling.compiling import compile
         from piper.cli.loading import load_file
-        from piper.views.explain import explain as text
-        from piper.views.explain import facts
+        from piper.views.explained.explain import explain as text
+        from piper.views.explained.explain import facts
 
         recipe = load_file(file, pairs(params), strategy)
         compiled = compile(recipe.job, recipe.strategy)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from piper.models.decoder_config import DecoderFields
-from piper.models.parts import norm_of, rotate
+from piper.models.parts import NamedFunction, norm_of, rotate
 
 
 def windowed(length: int, window: int) -> Tensor:
@@ -38,6 +38,7 @@ class Heads(nn.Module):
         super().__init__()
         self.heads, self.written = config.heads, config.attention == "math"
         self.dropout = float(config.dropout)
+        self.core = NamedFunction(self.attend)
         if config.sinks:
             self.sinks = nn.Parameter(torch.empty(config.heads).normal_(std=0.02))
         self.has_sinks, self.alibi = config.sinks, config.positions == "alibi"
@@ -172,7 +173,7 @@ class Attention(Heads):
             q, k = self.norm_q(q), self.norm_k(k)
         if cos is not None and sin is not None:
             q, k = self.rotated(q, cos, sin), self.rotated(k, cos, sin)
-        return self.out(self.attend(q, k, v, mask))
+        return self.out(self.core(q, k, v, mask))
 
     def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return x [rows, T, heads, head_dim] with its first elements turned."""
@@ -193,6 +194,7 @@ class LatentAttention(Heads):
         super().__init__(config)
         assert config.latent is not None
         sizes = self.sizes = config.latent
+        self.turn = NamedFunction(self.turned)
         inner = config.heads * config.dim_of_head
         if sizes.q_rank is None:
             self.q = nn.Linear(config.width, inner, bias=False)
@@ -213,6 +215,13 @@ class LatentAttention(Heads):
         small, turned_k = self.kv_down(x).split([sizes.kv_rank, sizes.rope_dim], -1)
         both = self.kv_up(self.norm_kv(small)).unflatten(-1, (self.heads, -1))
         k, v = both.split([sizes.nope_dim, sizes.value_dim], -1)
-        turned_k = rotate(turned_k.unsqueeze(2), cos, sin).expand(-1, -1, self.heads, -1)
+        q, k = self.turn(q, turned_q, k, turned_k.unsqueeze(2), cos, sin)
+        return self.out(self.core(q, k, v, mask))
+
+    def turned(
+        self, q: Tensor, turned_q: Tensor, k: Tensor, turned_k: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return queries and keys [rows, T, heads, head_dim] of their plain parts and the parts that are turned."""
+        turned_k = rotate(turned_k, cos, sin).expand(-1, -1, self.heads, -1)
         q = torch.cat([q, rotate(turned_q, cos, sin)], -1)
-        return self.out(self.attend(q, torch.cat([k, turned_k], -1), v, mask))
+        return q, torch.cat([k, turned_k], -1)

@@ -10,6 +10,7 @@ cut into microbatches. The products of the experts are a region with the coordin
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Literal
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from piper.models.decoder_config import Experts
-from piper.models.parts import ACTIVATIONS, Activation, FeedForward
+from piper.models.parts import ACTIVATIONS, Activation, FeedForward, NamedFunction
 from piper_capture import region
 from piper_ir.ground.expert_tokens import EXPERT_TOKENS
 from piper_ops import grouped_add, grouped_mm, route, unroute
@@ -41,7 +42,11 @@ class ExpertLayer(nn.Module):
         self, width: int, config: Experts, activation: Activation = "silu", *, gated: bool = True
     ) -> None:
         super().__init__()
-        self.config, self.activation, self.gated = config, ACTIVATIONS[activation], gated
+        self.config, self.gated = config, gated
+        self.activation, self.times = (
+            NamedFunction(ACTIVATIONS[activation]),
+            NamedFunction(operator.mul),
+        )
         self.router = nn.Linear(width, config.number, bias=config.bias)
         self.register_buffer(
             EXPERT_TOKENS, torch.zeros(2 * config.number, dtype=torch.int64), persistent=False
@@ -216,4 +221,4 @@ class ExpertLayer(nn.Module):
         gate, up = product(x, "gate"), product(x, "up")
         if (bound := self.config.clamp) is not None:
             gate, up = gate.clamp(max=bound), up.clamp(-bound, bound) + 1
-        return self.activation(gate) * up
+        return self.times(self.activation(gate), up)

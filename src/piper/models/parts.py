@@ -5,6 +5,7 @@ These are checks of sizes, the start of weights, rotary positions, norms and the
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
@@ -83,6 +84,17 @@ def norm_of(config: Any, width: int) -> nn.Module:
     return nn.LayerNorm(width, eps=config.eps, bias=config.norm_bias)
 
 
+class NamedFunction(nn.Module):
+    """Compute a function, under a module's name: `recompute(modules="*.core")` selects by the names of modules."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
 class FeedForward(nn.Module):
     """Compute down(activation(gate(x)) * up(x)) of x: [..., width], or down(activation(up(x))) if it has no gate.
 
@@ -93,7 +105,8 @@ class FeedForward(nn.Module):
         self, width: int, hidden: int, activation: Activation, *, gated: bool, bias: bool = False
     ) -> None:
         super().__init__()
-        self.activation, self.gated = ACTIVATIONS[activation], gated
+        self.activation, self.gated = NamedFunction(ACTIVATIONS[activation]), gated
+        self.times = NamedFunction(operator.mul)
         if gated:
             self.gate = nn.Linear(width, hidden, bias=bias)
         self.up, self.down = (
@@ -103,5 +116,5 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gated:
-            return self.down(self.activation(self.gate(x)) * self.up(x))
+            return self.down(self.times(self.activation(self.gate(x)), self.up(x)))
         return self.down(self.activation(self.up(x)))

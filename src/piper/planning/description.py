@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from piper.planning.foreign import model_sizes
@@ -18,12 +18,12 @@ from piper_compiler.directives import (
     split_backward,
     tile_loss,
 )
-from piper_interop import DeviceLayout, JobDescription, ModelSizes, Recomputation
+from piper_interop import DeviceLayout, JobDescription, ModelSizes, Recomputation, loss_scale
 from piper_ir.ground.errors import DirectiveError, JobError
 from piper_ir.ground.select import ANY, where
 
 if TYPE_CHECKING:
-    from piper_runtime import Job
+    from piper_runtime import Job, LossScale
 
 PIPELINE = (partition, split, place, order, overlap, split_backward)
 """The directives that recipes of pipelines are made of."""
@@ -61,9 +61,21 @@ def description(job: Job, strategy: Strategy, name: str) -> JobDescription:
         params=precision.params or "float32",
         compute=precision.compute or precision.params or "float32",
         reduce=precision.reduce or precision.params or "float32",
+        loss_scale=_scale(precision.scaling),
         clip_norm=job.clip_norm,
         loss_tiles=next((d.tiles for d in strategy.directives if isinstance(d, tile_loss)), 1),
     )
+
+
+def _scale(scaling: LossScale | None) -> tuple[tuple[str, float], ...]:
+    """Return how a loss is scaled as descriptions say it."""
+    from piper_runtime import LossScale
+
+    if scaling is None:
+        return ()
+    if scaling == LossScale.fixed(scaling.initial):
+        return (("fixed", scaling.initial),)
+    return loss_scale(**asdict(scaling))
 
 
 def _sizes(job: Job) -> ModelSizes:

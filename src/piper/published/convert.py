@@ -16,6 +16,8 @@ none is about a row.
       selective          note says so, else the results of products (torchtitan's default)
     schedule             1f1b and interleaved; zb1p and zb2p are searched with limits of p and 2p activations, as their
                          paper does (arXiv 2401.10241, section 4)
+    experts, top_k,      layers of experts, dropless or with a capacity; dp counts all replicas of the rest, of which ep
+      ep, ...            share the experts
     pp x vpp > layers    embedding and head are stages of their own; with 1f1b the first and the last have fewer layers
 """
 
@@ -56,8 +58,6 @@ PADDED = 128
 """The number of which, times tp, Megatron makes a vocabulary a multiple."""
 SAVED = {"mm", "rms_norm", "attention", "mul", "add", "cat", "_to_copy", "silu"}
 """The operators of a gated block whose results autograd may save."""
-WRITTEN = ("addmm", "mm", "layer_norm", "gelu", "add", "clone")
-"""The operators of a block with attention written out whose results are kept where core attention is made again."""
 RING = {"context_take", "context_merge"}
 """The operators of attention in a ring, likewise."""
 WHOLE_MB = 2**20
@@ -66,10 +66,14 @@ NVLINK_DOMAIN = {"gb200-186g": 72}
 """The devices that NVLink joins, where they are more than a node."""
 MICRO_BATCHES, CHUNKS = (1, 2, 4, 8, 16), (2, 3, 4, 6, 8)
 """The values that are plausible for an open `micro_batch` and an open `vpp` of an interleaved schedule."""
+LATENT = models.Latent(q_rank=1_536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
+"""The latent attention of DeepSeek-V2 and V3 (arXiv 2405.04434, section 3.1.2), which others took over."""
 MODEL_WORDS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("latent attention", {"latent": LATENT, "kv_heads": None}),
     ("ALiBi", {"positions": "none"}),  # FlashAttention's kernel adds the bias to the scores
     ("squared ReLU", {"activation": "squared_relu", "attention_bias": "none", "mlp_bias": False}),
     ("rotary", {"positions": "rotary"}),
+    ("gated GELU", {"activation": "gelu"}),
 )
 """The words of a note that change a model."""
 
@@ -129,9 +133,13 @@ def row(
         config,
         global_batch=published.global_batch,
         precision=_precision(published),
-        clip_norm=1.0 if _is_megatron(published) else None,
+        clip_norm=1.0 if _is_megatron(published) and not _updates_alone(published) else None,
     )
-    mesh = Mesh(pp=published.pp, dp=published.dp, cp=published.cp, tp=published.tp)
+    if _updates_alone(published):
+        job = replace(job, loss_over="microbatch")
+    degrees = {"pp": published.pp, "dp": published.dp // published.ep, "ep": published.ep}
+    degrees |= {"cp": published.cp, "tp": published.tp}
+    mesh = Mesh(tuple((axis, n) for axis, n in degrees.items() if axis != "ep" or n > 1))
     directives = (
         *_sharding(published),
         *_schedule(published, microbatches, times),
@@ -242,9 +250,20 @@ def model_of(published: PublishedRow) -> tuple[models.DecoderConfig, tuple[str, 
         fields |= {"attention_bias": "all", "mlp_bias": True, "positions": "learned"}
         fields |= {"attention": "math" if written else "fused"}
         if written:
-            # no rule of `shard` knows dropout; stacks of this age count its passes (clusters.md)
-            fields["dropout"] = 0.1 if published.tp == 1 else 0.0
+            fields["dropout"] = 0.1
             notes.append("float16 is computed as bfloat16, which has as many bytes")
+    if published.experts is not None:
+        hidden = published.expert_ffn or fields["hidden"]
+        fields["dense_layers"] = published.dense_layers
+        fields["experts"] = models.Experts(
+            number=published.experts,
+            top_k=published.top_k or 1,
+            hidden=hidden,
+            shared_hidden=hidden * published.shared_experts,
+            capacity_factor=_capacity(published),
+        )
+        if published.capacity and _capacity(published) is None:
+            notes.append("experts are dropless, and whole along axes that share tokens: too large")
     for words, changes in MODEL_WORDS:
         if words in published.note:
             fields |= changes
@@ -256,6 +275,15 @@ def model_of(published: PublishedRow) -> tuple[models.DecoderConfig, tuple[str, 
 def _is_megatron(published: PublishedRow) -> bool:
     words = ("Megatron", "NeMo", "vTrain", "SC21", "Zero Bubble", "Korthikanti")
     return published.dtype == "fp16" or any(word in published.text for word in words)
+
+
+def _updates_alone(published: PublishedRow) -> bool:
+    """Return whether stages update without a value from all others: the norm to clip by, or how many targets count.
+
+    Megatron clips by default, and takes the mean of each microbatch. Zero-bubble pipelines update first and check the
+    norm of all gradients later (arXiv 2401.10241, section 4).
+    """
+    return published.schedule.startswith("zb")
 
 
 def _precision(published: PublishedRow) -> Any:
@@ -280,6 +308,11 @@ def _microbatches(published: PublishedRow) -> int:
         raise JobError(
             f"{published.case}: dp x cp x tp x pp is {degrees}, and there are {published.gpus} devices"
         )
+    if published.dp % published.ep:
+        raise JobError(
+            f"{published.case}: ep = {published.ep} does not divide dp = {published.dp}; experts are shared by a part of "
+            f"the replicas"
+        )
     return published.global_batch // per_step
 
 
@@ -287,11 +320,29 @@ def _sharding(published: PublishedRow) -> tuple[Directive, ...]:
     directives: tuple[Directive, ...] = ()
     if published.tp > 1:
         directives += recipes.tensor_parallel(sequence=published.seq_parallel)
+    if published.ep > 1 and _capacity(published) is not None:
+        directives += recipes.expert_parallel()
+    elif published.ep > 1:
+        joint = published.tp > 1 and published.seq_parallel
+        joint = joint and (published.experts or 0) % (published.tp * published.ep) == 0
+        bound = 1.0 if _is_even(published) else 1.25
+        directives += recipes.expert_parallel(over=("tp", "ep") if joint else "ep", bound=bound)
     if published.cp > 1:
         exchange = _exchange(published)
         order: Any = "zigzag" if exchange == "ring" else ""
         directives += recipes.context_parallel(attention=exchange, order=order)
     return directives
+
+
+def _capacity(published: PublishedRow) -> float | None:
+    """Return the capacity of a row's experts; None where they are dropless, or devices share the tokens of a row."""
+    shared = published.cp > 1 or (published.tp > 1 and published.seq_parallel)
+    return None if shared else published.capacity
+
+
+def _is_even(published: PublishedRow) -> bool:
+    """Return whether every expert gets as many tokens: by places that are filled up, or by force."""
+    return bool(published.capacity) or "force-balance" in published.text
 
 
 def _exchange(published: PublishedRow) -> Literal["heads", "ring"]:
@@ -341,7 +392,7 @@ def _recomputation(
     if published.recompute == "full":
         return (recompute(where(layer=ANY), keep="inputs"),)
     if config.attention == "math":
-        return (recompute(where(layer=ANY), keep=WRITTEN),)
+        return (recompute(where(layer=ANY), keep="outputs", modules="*.attention.core"),)
     if "every second layer" in published.note:
         second = tuple(range(0, published.layers, 2))
         return (recompute(where(layer=second), keep="inputs"),)
@@ -359,7 +410,8 @@ def _states(
 ) -> tuple[Directive, ...]:
     if published.dp * published.cp == 1 and published.zero == 0:
         return (replicate(where(), over="dp"),)
-    over = ("dp", "cp") if published.cp > 1 and published.zero else ("dp",)
+    over = ("dp", *(["ep"] if published.ep > 1 else []))
+    over = (*over, "cp") if published.cp > 1 and published.zero else over
     if published.zero == 3:
         item = 2 if _precision(published).reduce == "bfloat16" else 4
         each = item * _layer_parameters(replace(config, layers=1)) / published.tp / 2**20

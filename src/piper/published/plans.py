@@ -22,10 +22,11 @@ import piper
 from piper.api.captures.kept_captures import kept_base
 from piper.published.convert import PublishedRun, row
 from piper.published.table import PublishedRow
+from piper_compiler import Options
 from piper_ir.ground.errors import PiperWarning
 from piper_ir.plan.plan import Plan
 from piper_ir.program.ops import Compute
-from piper_simulator import DeviceModel, Stack, work_of
+from piper_simulator import DeviceModel, Stack, device_type, work_of
 
 SOURCES = (
     "piper_ir",
@@ -72,10 +73,12 @@ def plan_of(published: PublishedRow, stack: Stack | str | None = None) -> tuple[
     if plan is None:
         made = run
         if published.schedule.startswith("zb"):
-            made = row(published, stack=stack, times=stage_times(published))
+            times = stage_times(published, believed(run.cluster.device.stack))
+            made = row(published, stack=stack, times=times)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PiperWarning)  # the table prints its own notes
-            plan = piper.compile(made.job, made.strategy).plan
+            options = Options(device=device_type(run.cluster))
+            plan = piper.compile(made.job, made.strategy, options=options).plan
         if file is not None:
             _write(file, plan)
     if len(_PLANS) >= MOST_PLANS:
@@ -84,16 +87,26 @@ def plan_of(published: PublishedRow, stack: Stack | str | None = None) -> tuple[
     return run, plan
 
 
-def stage_times(published: PublishedRow) -> dict[str, Any]:
-    """Return F, I and W of each stage and the seconds of a transfer, as a searched schedule asks for them.
+def believed(stack: Stack | None) -> Stack | None:
+    """Return a stack with its priors as constants, so that what follows from it does not depend on a fit."""
+    if stack is None:
+        return None
+    priors = {
+        name: replace(one, value=one.prior, fitted=False, source="prior")
+        for name, one in stack.constants.items()
+    }
+    return replace(stack, constants=priors, seen=0.0)
 
-    They are of a short ZB-H1 plan on the device without a software stack, so that a schedule does not depend on
-    constants that are fitted to it.
+
+def stage_times(published: PublishedRow, stack: Stack | None) -> dict[str, Any]:
+    """Return F, I and W of each stage and the seconds of a transfer on a stack, as a searched schedule asks for them.
+
+    They are of a short ZB-H1 plan.
     """
     microbatches = published.pp
     rows = published.dp * (published.micro_batch or 1)
     short = replace(published, schedule="zb1p", global_batch=rows * microbatches)
-    run = row(short, stack="")
+    run = row(short, stack=stack or "")
     recipe = piper.recipes.zb_h1(pp=short.pp, microbatches=microbatches, at=run.boundaries)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PiperWarning)
@@ -116,8 +129,10 @@ def stage_times(published: PublishedRow) -> dict[str, Any]:
 
 
 def _name(run: PublishedRun) -> str:
-    # a searched schedule is written as one with equal times; what it is searched for is decided by job and device
-    said = (run.job_text, run.strategy.dumps(), run.row.schedule, run.cluster.device.name)
+    # a searched schedule is searched for the times of the stack; in `run` all times are equal
+    searched = run.row.schedule.startswith("zb")
+    stack = repr(believed(run.cluster.device.stack)) if searched else ""
+    said = (run.job_text, run.strategy.dumps(), run.row.schedule, run.cluster.device.name, stack)
     return hashlib.blake2b(repr(said).encode(), digest_size=12).hexdigest()
 
 

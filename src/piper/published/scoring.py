@@ -92,6 +92,17 @@ class RunPrediction:
         }
 
 
+def by_model(rows: Sequence[PublishedRow]) -> list[int]:
+    """Return the numbers of rows in an order in which rows of one model follow each other, as they share a capture."""
+    from piper.published.convert import model_of, readings
+
+    first: dict[str, int] = {}
+    keys = [repr(model_of(next(readings(r)))[0]) for r in rows]
+    for key in keys:
+        first.setdefault(key, len(first))
+    return sorted(range(len(rows)), key=lambda at: first[keys[at]])
+
+
 def predict(
     published: PublishedRow,
     *,

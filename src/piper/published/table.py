@@ -27,20 +27,35 @@ _WORDS: Mapping[str, tuple[str, ...]] = {
     "dtype": ("bf16", "fp16"),
 }
 """The words that a column accepts."""
-_COUNTS = ("hidden", "heads", "layers", "seq", "gpus", "tp", "pp", "cp", "dp", "global_batch")
+_COUNTS = ("hidden", "heads", "layers", "seq", "gpus", "tp", "pp", "cp", "dp", "ep", "global_batch")
 """The columns of counts that every row needs."""
-_OPEN = ("ffn", "kv_heads", "vocab", "vpp", "micro_batch", "gpus_per_node")
+_OPEN = (
+    "ffn",
+    "kv_heads",
+    "vocab",
+    "vpp",
+    "micro_batch",
+    "gpus_per_node",
+    "experts",
+    "top_k",
+    "expert_ffn",
+)
 """The columns of counts that a row may leave open."""
-_SECONDS = ("step_s", "peak_gib")
+_FROM_ZERO = ("shared_experts", "dense_layers")
+"""The columns of counts that may be 0."""
+_SECONDS = ("capacity", "step_s", "peak_gib")
+"""The columns of numbers that a row may leave open."""
 COLUMNS = (
     "case", "source", "block", "arch", "hidden", "ffn", "heads", "kv_heads", "layers", "vocab", "seq", "tied", "hw",
     "gpus", "gpus_per_node", "tp", "pp", "vpp", "cp", "dp", "zero", "schedule", "micro_batch", "global_batch",
     "recompute", "seq_parallel", "dtype", "step_s", "peak_gib", "note",
+    "experts", "top_k", "expert_ffn", "shared_experts", "dense_layers", "capacity", "ep",
 )  # fmt: skip
 """The columns of a table; docs/accuracy.md explains each."""
-_NEEDED = ("case", "arch", "hw", *_COUNTS)
+_NEEDED = ("case", "arch", "hw", *(name for name in _COUNTS if name != "ep"))
 _DEFAULTS = {"block": "measured", "zero": "0", "schedule": "none", "recompute": "none"} | {
     "seq_parallel": "no", "tied": "no", "dtype": "bf16", "source": "", "note": "",
+    "shared_experts": "0", "dense_layers": "0", "ep": "1",
 }  # fmt: skip
 
 
@@ -75,6 +90,13 @@ class PublishedRow:
         step_s: seconds of an optimizer step, measured; None in a table of wishes.
         peak_gib: peak memory of the fullest rank; None if it was not published.
         note: caveats of the source in words.
+        experts: experts of a layer; None for a dense model.
+        top_k: experts that a token goes to.
+        expert_ffn: width of an expert's feed-forward part; `ffn` if it is open.
+        shared_experts: experts of this width that every token goes through.
+        dense_layers: the first layers, which have no experts.
+        capacity: places of an expert over the tokens that it would get if all got equally many; None is dropless.
+        ep: devices that share the experts, a part of the dp replicas.
         stack: name of the software stack, from a column of that name; "" leaves the choice to Piper.
         fields: the row as it stands in the file.
     """
@@ -109,6 +131,13 @@ class PublishedRow:
     step_s: float | None
     peak_gib: float | None
     note: str
+    experts: int | None = None
+    top_k: int | None = None
+    expert_ffn: int | None = None
+    shared_experts: int = 0
+    dense_layers: int = 0
+    capacity: float | None = None
+    ep: int = 1
     stack: str = ""
     fields: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -162,22 +191,25 @@ def read_row(fields: Mapping[str, str | None], where: str = "row") -> PublishedR
     if said["zero"] not in ("0", "1", "2", "3"):
         raise JobError(f"{where}: zero is {said['zero']!r}; accepted are 0, 1, 2 and 3")
     counts = {name: _count(said[name], f"{where}: {name}", open_=False) for name in _COUNTS}
+    counts |= {n: _count(said[n], f"{where}: {n}", open_=False, least=0) for n in _FROM_ZERO}
     open_counts = {name: _count(said[name], f"{where}: {name}", open_=True) for name in _OPEN}
     numbers = {name: _number(said[name], f"{where}: {name}") for name in _SECONDS}
     plain = {name: said[name] for name in ("case", "source", "block", "hw", "note")}
     flags = {name: said[name] == "yes" for name in ("tied", "seq_parallel")}
     chosen = {name: said[name] for name in ("arch", "schedule", "recompute", "dtype")}
     values: dict[str, Any] = {**counts, **open_counts, **numbers, **plain, **flags, **chosen}
+    if (values["experts"] is None) != (values["top_k"] is None):
+        raise JobError(f"{where}: experts and top_k are given together, or neither")
     return PublishedRow(
         **values, zero=int(said["zero"]), stack=texts.get("stack", ""), fields=texts
     )
 
 
-def _count(text: str, where: str, *, open_: bool) -> int | None:
+def _count(text: str, where: str, *, open_: bool, least: int = 1) -> int | None:
     if not text and open_:
         return None
-    if not text.isdecimal() or int(text) < 1:
-        raise JobError(f"{where} is {text!r}; an integer of at least 1 is needed")
+    if not text.isdecimal() or int(text) < least:
+        raise JobError(f"{where} is {text!r}; an integer of at least {least} is needed")
     return int(text)
 
 

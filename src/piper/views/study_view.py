@@ -40,6 +40,7 @@ def show_study(
         if (text := folded_text(group))
     ]
     notes += [text] if (text := indifferent_text(study.rows)) else []
+    notes += [text] if (text := study.interval_text()) else []
     notes += [f"what one word would change in the best: {text}" for text in study.advice]
     notes += [f"rejected: {count} {kind}" for kind, count in _rejected(study).items()]
     notes += [
@@ -119,7 +120,12 @@ def as_numbers(
     row |= {name: getattr(facts, name, None) for name in ("mesh", "schedule", "rows")}
     counts = {"candidates": len(study.rows), "scored": sum(r.kind not in RULES for r in study.rows)}
     counts |= {"folded": len(study.folded())}
-    remarks = {"indifferent": study.indifferent(), "one_word": list(study.advice)}
+    remarks: dict[str, Any] = {
+        "indifferent": study.indifferent(),
+        "one_word": list(study.advice),
+        "interval_share": study.interval_share,
+        "interval_stack": study.interval_stack,
+    }
     search: dict[str, Any] = (
         counts | remarks | {"rejected": _rejected(study), "interrupted": study.interrupted}
     )

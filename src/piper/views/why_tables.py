@@ -161,7 +161,7 @@ def _formulas(why: Why) -> Table:
 def _interval(why: Why) -> tuple[str, ...]:
     interval = why.interval
     if interval is None:
-        return ("no interval: no duration has a spread (piper profile measures it)",)
+        return ("no interval by the spread of costs: none has one (piper profile measures it)",)
     return (
         f"interval by the spread of the costs: {time_text(interval.low)} to {time_text(interval.high)} (5 to 95 %, "
         f"median {time_text(interval.median)}; {interval.draws} draws, seed {interval.seed}); all one spread "

@@ -27,6 +27,7 @@ class Training:
             0 count; None if the job has not chosen that replicas may differ.
         params: the dtype of parameters in the update; "" for their dtype in forward and backward.
         reduce: the dtype in which gradients are summed and reduced; "" for the dtype of the update.
+        scaled: whether the loss is scaled, so that a step is skipped if the norm of the gradient is not finite.
         undivided: why a step may have one microbatch on one replica only; "" if it may have any number.
     """
 
@@ -41,6 +42,12 @@ class Training:
     reduce: str = ""
     averages: frozenset[str] | None = None
     undivided: str = ""
+    scaled: bool = False
+
+    @property
+    def normed(self) -> bool:
+        """Return whether an update reads the norm of the gradient."""
+        return self.scaled or self.clip is not None
 
     def bucket_dtypes(self, param: Param) -> tuple[str, str, str]:
         """Return the dtypes of a parameter's bucket: of the update, of forward and backward, and of gradients.

@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from piper_interop.neutral.described import DeviceLayout, JobDescription, ModelSizes, Recomputation
+from piper_interop.neutral.described import (
+    DeviceLayout,
+    JobDescription,
+    ModelSizes,
+    Recomputation,
+    loss_scale,
+)
 from piper_interop.neutral.options import Judgement
 from piper_interop.neutral.system import Asked, Exported, Imported, System
 from piper_interop.neutral.writer import job_lines, python
@@ -67,6 +73,7 @@ __all__ = [
     "export_job",
     "import_job",
     "job_lines",
+    "loss_scale",
     "python",
     "system",
 ]

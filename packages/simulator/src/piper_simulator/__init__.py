@@ -33,7 +33,7 @@ from piper_simulator.explanation.comparison import Comparison, StepDifference, c
 from piper_simulator.explanation.critical import PathPiece
 from piper_simulator.explanation.whatif import WhatIf
 from piper_simulator.explanation.why import Why, why
-from piper_simulator.interval import RunsInterval, step_interval
+from piper_simulator.interval import RunsInterval, interval_share, step_interval
 from piper_simulator.memory.device_memory import device_memory, device_type
 from piper_simulator.memory.oom import SHOWN, too_much
 from piper_simulator.metrics import repeated_share
@@ -54,6 +54,7 @@ __all__ = [
     "period",
     "read_software",
     "stacks_of",
+    "interval_share",
     "step_interval",
     "step_parts",
     "with_stack",

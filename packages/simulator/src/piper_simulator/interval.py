@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from piper_ir.plan.plan import Plan
+from piper_ir.program.program import Program
 from piper_ir.tools import time_text
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.stacks import stacks_of
@@ -38,11 +39,19 @@ class RunsInterval:
         return f"{time_text(self.low)} to {time_text(self.high)}"
 
 
-def interval_of(plan: Plan, cluster: Cluster | None, step_s: float) -> RunsInterval | None:
+def interval_of(
+    plan: Plan | Program, cluster: Cluster | None, step_s: float
+) -> RunsInterval | None:
     """Return the interval of a predicted step of a plan; None where times are given or measured on this machine."""
     if cluster is None or cluster.synchronous or given_only(plan):
         return None
     return step_interval(step_s, cluster)
+
+
+def interval_share(program: Program, cluster: Cluster | None) -> tuple[float, str]:
+    """Return the share by which a step may be longer than predicted, and whose runs say so; 0 without an interval."""
+    one = interval_of(program, cluster, 1.0)
+    return (0.0, "") if one is None else (one.high - 1, one.stack)
 
 
 def step_interval(step_s: float, cluster: Cluster) -> RunsInterval:

@@ -246,6 +246,7 @@ def trained_job(
         dtypes.reduce or dtypes.params,
         averages_of(source, captured),
         undivided(captured),
+        dtypes.scaling is not None,
     )
     return Trained(captured, spec, training, request)
 

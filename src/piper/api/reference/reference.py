@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from piper.api.reference.reference_casts import MixedCasts
 from piper.api.reference.reference_random import RandomState
+from piper.api.reference.reference_scale import ReferenceScale
 from piper.api.reference.reference_weights import cast_tensors, constructed, load_weights
 
 COUNTS = "expert_tokens"
@@ -161,6 +162,7 @@ class _Trainer:
             job.scheduler(optimizer) for optimizer in self.optimizers if job.scheduler
         ]
         self.by_parts = job.batch_norm is not None or job.draws != "rows"
+        self.scaling = ReferenceScale(job.precision)
 
     def step(self, step: int) -> tuple[float, Tensors]:
         """Run one optimizer step; return the loss and the gradients that the optimizer saw."""
@@ -169,6 +171,10 @@ class _Trainer:
         with MixedCasts() if self.compute != self.wide else nullcontext():
             loss = self._whole_batch(step) if self.whole else self._accumulated(step)
         self.updated.take_sums()
+        if not self.scaling.unscaled(self.optimizers):
+            for scheduler in self.schedulers:
+                scheduler.step()
+            return loss, {}
         if self.job.clip_norm is not None:
             nn.utils.clip_grad_norm_([p for _, p in self.updated.named()], self.job.clip_norm)
         gradients = {n: p.grad.clone() for n, p in self.updated.named() if p.grad is not None}
@@ -194,7 +200,7 @@ class _Trainer:
         return self._in_parts(step)
 
     def _ended(self, loss: Tensor) -> float:
-        loss.backward()
+        self.scaling.of(loss).backward()
         self.updated.add()
         return float(loss.detach())
 
@@ -214,7 +220,7 @@ class _Trainer:
         leaves, structure = pytree.tree_flatten(output)
         leaves = [leaf.detach().requires_grad_() if _number(leaf) else leaf for leaf in leaves]
         loss = self._loss(pytree.tree_unflatten(leaves, structure), targets)
-        loss.backward()
+        self.scaling.of(loss).backward()
         _restore(self.model, before)
         taken = [0] * len(leaves)
         for part, _ in self._outputs(step):
@@ -262,7 +268,7 @@ class _Trainer:
                 loss = _own_loss(output) if self.loss is None else self.loss(output, targets)
                 value, *weight = loss if isinstance(loss, tuple) else (loss,)
                 # A mean: each microbatch has its share before its backward, which need not be linear in it.
-                value.backward(
+                self.scaling.of(value).backward(
                     None if weight else torch.full_like(value, 1.0 / len(self._microbatches))
                 )
             self.updated.add()

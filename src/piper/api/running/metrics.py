@@ -51,6 +51,8 @@ class StepMetrics:
         metrics: Values of the functions in Job.metrics, by name.
         evaluation: Likewise with the loss, on Job.eval_data after this step; in files and logs as "eval_loss".
         evaluation_s: As `eval_s` in `StepRecord`.
+        loss_scale: As in `StepRecord`.
+        skipped: As in `StepRecord`; None if the loss is not scaled.
     """
 
     step: int
@@ -65,6 +67,8 @@ class StepMetrics:
     metrics: Mapping[str, float] = field(default_factory=dict)
     evaluation: Mapping[str, float] = field(default_factory=dict)
     evaluation_s: float | None = None
+    loss_scale: float | None = None
+    skipped: bool | None = None
 
     def scalars(self) -> dict[str, float]:
         """Return the measured values by name, without missing ones."""
@@ -80,7 +84,8 @@ class StepMetrics:
             **self.metrics,
             **self.evaluated,
         }
-        values |= {"evaluation_s": self.evaluation_s}
+        values |= {"evaluation_s": self.evaluation_s, "loss_scale": self.loss_scale}
+        values |= {"skipped": None if self.skipped is None else float(self.skipped)}
         return {name: value for name, value in values.items() if value is not None} | self._loads()
 
     @property
@@ -272,7 +277,8 @@ class Metrics:
         metrics = StepMetrics(
             record.step, record.loss, record.step_s, rate, time.time(), record.batch_s, record.experts, record.gradient_norm,
             record.learning_rates, _finite({**record.metrics, **self._values(record.step, record.loss)}),
-            _finite(self._evaluated(record)), record.eval_s or None,
+            _finite(self._evaluated(record)), record.eval_s or None, record.loss_scale,
+            None if record.loss_scale is None else record.skipped,
         )  # fmt: skip
         for name, writer in self._writers.items():
             try:

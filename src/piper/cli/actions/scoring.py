@@ -12,7 +12,7 @@ from piper.cli.accuracy_options import AccuracyArguments
 from piper.published.convert import cluster_of, readings, stack_named
 from piper.published.fitting import fit
 from piper.published.plans import plan_of
-from piper.published.scoring import RunPrediction, Scores, predict, scores
+from piper.published.scoring import RunPrediction, Scores, by_model, predict, scores
 from piper.published.sensitivity import sensitivities
 from piper.published.stack_file import write_stack
 from piper.published.table import PublishedRow, read_rows, write_rows
@@ -32,10 +32,11 @@ def accuracy(arguments: AccuracyArguments) -> int:
     rows = read_rows(a.table, a.rows)
     if a.fit is not None:
         return _fitted(a, rows, stack)
-    predictions = []
-    for k, row in enumerate(rows):
+    by_row = {}
+    for k, at in enumerate(by_model(rows)):
         with working(f"row {k + 1} of {len(rows)}"):
-            predictions.append(predict(row, stack=stack))
+            by_row[at] = predict(rows[at], stack=stack)
+    predictions = [by_row[at] for at in range(len(rows))]
     found = scores(predictions)
     if a.out is not None:
         write_rows(a.out, [p.columns() for p in predictions])

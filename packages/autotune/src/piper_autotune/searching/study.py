@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ from piper_compiler import Strategy, load_strategy, save_strategy
 from piper_ir.ground.codec import loads
 from piper_ir.ground.errors import FormatError, OutputError, TuneError
 from piper_ir.study.study import Row, StudyDocument, objective_of
-from piper_ir.study.study_groups import FoldedRows, folded, indifferent
+from piper_ir.study.study_groups import FoldedRows, folded, indifferent, interval_text
 from piper_ir.tools import Brief, time_text, write_whole
 
 
@@ -31,6 +31,9 @@ class Study(Brief):
         objective: the quantity that the search minimises.
         device_limits: limit of a rank by type of device, if a cluster has several types; never more than its own device
             has.
+        interval_share: the share by which 80 % of published runs are at most longer than predicted, by
+            `piper_simulator.interval_share`; 0 without an interval.
+        interval_stack: name of the software stack whose runs say so; "" for none.
     """
 
     cluster: str
@@ -45,6 +48,8 @@ class Study(Brief):
     objective: Objective = "period"
     repeated: int = 0
     exhausted: bool = False
+    interval_share: float = 0.0
+    interval_stack: str = ""
 
     def facts(self) -> Iterator[tuple[str, object]]:
         """Yield the cluster, how many candidates there were, and the best of them."""
@@ -89,6 +94,10 @@ class Study(Brief):
         """Return the complete rows, best first, each group of rows equal to 0.1 % folded into its best."""
         return folded(sorted((r for r in self.rows if r.state == "complete"), key=_rank))
 
+    def interval_text(self) -> str:
+        """Return a line about the interval of the best prediction and the candidates within it; "" without one."""
+        return interval_text(self.rows, self.best_row, self.interval_share, self.interval_stack)
+
     def indifferent(self) -> dict[str, int]:
         """Return the parameters that make no difference, with the pairs of candidates that show it."""
         return indifferent(self.rows)
@@ -114,8 +123,9 @@ class Study(Brief):
             self.interrupted,
         )
         document = StudyDocument(
-            *head, self.device_limits, self.advice, self.objective, self.repeated, self.exhausted
-        )
+            *head, self.device_limits, self.advice, self.objective, self.repeated, self.exhausted,
+            self.interval_share, self.interval_stack,
+        )  # fmt: skip
         try:
             write_whole(Path(folder) / "study.json", document.dumps())
         except OSError as e:
@@ -154,7 +164,11 @@ class Study(Brief):
             document.repeated,
             document.exhausted,
         )
-        return Study(*head, strategies, *tail)
+        return replace(
+            Study(*head, strategies, *tail),
+            interval_share=document.interval_share,
+            interval_stack=document.interval_stack,
+        )
 
 
 def _rank(row: Row) -> tuple[bool, float, int]:

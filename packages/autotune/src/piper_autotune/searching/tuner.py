@@ -28,6 +28,7 @@ from piper_autotune.space.space import StrategyFunction, space_key
 from piper_compiler import Strategy, compile_program, depends_on_costs, with_fixed_stages
 from piper_ir.ground.errors import TuneError
 from piper_ir.program.program import Program
+from piper_simulator import DeviceModel, interval_share
 
 MOST_SEED = 2**32 - 1
 """The largest seed of Optuna's generators."""
@@ -243,9 +244,15 @@ def _study(search: StrategySearch, problem: TuningProblem, programs: Programs, s
     rows = tuple(search.rows[n] for n in sorted(search.rows))
     kept = {n: s for n, s in search.strategies.items() if search.rows[n].state == "complete"}
     cluster = problem.cluster.name if problem.cluster is not None else "given durations"
+    share, stack = 0.0, ""
+    if (
+        problem.costs is None and problem.model is DeviceModel
+    ):  # the figures that published runs were compared with
+        share, stack = interval_share(problem.program, problem.cluster)
     study = Study(
         cluster, problem.memory_limit, seed, rows, search.rule_lines(), search.interrupted, kept, problem.device_limits,
         objective=problem.objective, repeated=search.repeated, exhausted=search.exhausted,
+        interval_share=share, interval_stack=stack,
     )  # fmt: skip
     if study.best is None or study.best_row is None:
         return study

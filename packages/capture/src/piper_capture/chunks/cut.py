@@ -34,6 +34,7 @@ from piper_capture.chunks.regions import (
 )
 from piper_capture.chunks.replay import ReplayFacts, replay
 from piper_capture.module.tags import OPAQUE
+from piper_capture.steps.draws import ORIGIN
 from piper_capture.torch_api import _torch
 from piper_capture.trace.dynamo import Forward
 from piper_capture.values.concrete import (
@@ -144,6 +145,7 @@ class Cut:
             args, kwargs = concrete_call(node, env, rows)
             env[node] = graph.create_node(node.op, node.target, args, kwargs, name=node.name)
             env[node].meta = {k: node.meta[k] for k in ("stack_trace",) if k in node.meta}
+            env[node].meta["custom"] = {ORIGIN: node.name}
         if not enabled:
             graph.call_function(_torch.SET_GRAD, (True,))
         nodes = [r.node for r in piece.results if not r.changed]

@@ -177,9 +177,9 @@ class StepBuilder:
             else:
                 self._results.append((port, node, "copy"))
 
-    def hand_over(self, prefix: str, nodes: Iterable[fx.Node]) -> None:
-        """Write whole storages for later steps, to new ports unless an output port owns them already."""
-        count = 0
+    def hand_over(self, prefix: str, nodes: Iterable[fx.Node], first: int = 0) -> None:
+        """Write whole storages for later steps, to new ports from number `first` unless an output port owns them."""
+        count = first
         for node in nodes:
             if node in self.placed and not self.placed[node].port.startswith("gin"):
                 continue

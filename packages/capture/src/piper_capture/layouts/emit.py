@@ -15,8 +15,8 @@ from piper_capture.torch_api._torch import FakeTensorMode, OpOverload
 
 aten = torch.ops.aten
 
-KEPT_META = ("stack_trace", "partitioner_tag", "nn_module_stack")
-"""The keys of a node's meta with its source: stack trace, module, phase."""
+KEPT_META = ("stack_trace", "partitioner_tag", "custom")
+"""The keys of a node's meta with its source: stack trace, phase, annotations."""
 
 
 WHY = "exchange_for"

@@ -15,6 +15,8 @@ from torch import fx
 from piper_ir.ground.draws import Draw
 from piper_ops import is_draw, refusal_of_draw
 
+ORIGIN = "piper_origin"
+"""The key of an annotation (meta["custom"]) for the name of the node of the captured graph that a node comes from."""
 DRAW = "piper_draw"
 """The key of a node's meta for the number of a random operation in its chunk."""
 DRAWN_PART = "piper_drawn_part"
@@ -67,8 +69,7 @@ def drawn_in(graph: fx.Graph) -> tuple[Drawn, ...]:
 
 def origin_of(node: fx.Node) -> str:
     """Return the name of the node of the captured graph that a joint graph's node comes from; "" if there is none."""
-    sources = node.meta.get("from_node") or ()
-    return str(sources[0].name) if sources else ""
+    return str((node.meta.get("custom") or {}).get(ORIGIN, ""))
 
 
 def draws_of(rows: Sequence[int], traces: Sequence[Sequence[Drawn]]) -> tuple[Draw, ...]:

@@ -9,7 +9,7 @@ outputs. Every output is copied (and detached if it gets no gradient), so that e
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -84,9 +84,14 @@ class TracedChunk:
     draws: tuple[Drawn, ...] = ()
 
 
-def cut_chunk(joint: Joint, keep: str) -> TracedChunk:
-    """Return the steps of a traced chunk under a policy of recomputation; the joint graph stays as it is."""
-    cut = phases.cut(joint, keep)
+def cut_chunk(
+    joint: Joint, keep: str, inside: Sequence[Collection[str] | None] = (None,)
+) -> TracedChunk:
+    """Return the steps of a traced chunk under a policy of recomputation; the joint graph stays as it is.
+
+    `inside` are the origins of the operations for which each of the policies beside each other holds; None for all.
+    """
+    cut = phases.cut(joint, keep, inside)
     steps: dict[Step, Signature] = {}
     code: dict[Step, StepCode] = {}
     for graph in cut.steps.values():

@@ -10,7 +10,8 @@ The model goes op by op, in the order of `schedule`:
 - an op that writes into a copy of a view (`select_scatter`) copies the view's whole storage;
 - an input is freed after the last op that uses it or a view of it, if it dies in this step.
 
-The workspace of a kernel is counted for the CPU; for CUDA it is listed separately, as `Liveness.inside`.
+The workspace of a kernel is counted for the CPU; for CUDA it is listed separately, as `Liveness.inside`. What a CPU
+computes written out and a CUDA device by a kernel (latent attention) is listed for the CPU, as `Liveness.on_cpu`.
 Constants are not counted: they live as long as the code.
 """
 
@@ -25,7 +26,7 @@ from piper_capture.graphs.stepgraph import StepGraph
 from piper_capture.steps.schedule import Line
 from piper_capture.values import aliasing
 from piper_ir.program.program import Inside, Liveness
-from piper_ops import ROUNDS, Workspace, cpu_workspace, cuda_workspace
+from piper_ops import ROUNDS, Workspace, cpu_workspace, cuda_workspace, is_written_on_cpu
 
 aten = torch.ops.aten
 
@@ -52,12 +53,24 @@ def analyse(step: StepGraph, lines: Sequence[Line]) -> Liveness:
     at_line = _bytes_at_lines(lines, last)
     ends = [last.get(inputs[k], -1) for k in consumed]
     spans = list(zip([-1, *ends], [*ends, len(lines)], strict=True))
+    written = {
+        number for number, _ in at_line if aliasing.asked(is_written_on_cpu, lines[number].node)
+    }
     inside_too = [
         (number, live_bytes + aliasing.asked(cpu_workspace, lines[number].node))
         for number, live_bytes in at_line
     ]
     segments = [
-        tuple(size for number, size in inside_too if start < number <= end) for start, end in spans
+        tuple(
+            live_bytes if number in written else size
+            for (number, size), (_, live_bytes) in zip(inside_too, at_line, strict=True)
+            if start < number <= end
+        )
+        for start, end in spans
+    ]
+    on_cpu = [
+        tuple(size for number, size in inside_too if number in written and start < number <= end)
+        for start, end in spans
     ]
     of_cuda = [
         (number, live_bytes, aliasing.asked(cuda_workspace, lines[number].node))
@@ -71,7 +84,9 @@ def analyse(step: StepGraph, lines: Sequence[Line]) -> Liveness:
         if kernels
         else []
     )
-    return Liveness(tuple(consumed), tuple(segments), tuple(inside))
+    return Liveness(
+        tuple(consumed), tuple(segments), tuple(inside), tuple(on_cpu) if written else ()
+    )
 
 
 def _inside(held: int, own: Workspace) -> Inside:

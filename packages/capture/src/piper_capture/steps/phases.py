@@ -14,7 +14,7 @@ node.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,12 +30,12 @@ from piper_capture.graphs.stepgraph import (
     spec_of,
     whole,
 )
-from piper_capture.steps.recompute import keeps, made_again
+from piper_capture.steps.recompute import KeepPolicy, made_again
 from piper_capture.torch_api import _torch_joint
 from piper_capture.values import aliasing
 from piper_ir.ground.errors import CaptureError
 from piper_ir.ground.sizes import TensorSpec
-from piper_ir.program.ops import HANDS_ON, KEEP_ALL
+from piper_ir.program.ops import BESIDE, HANDS_ON, KEEP_ALL
 from piper_ir.program.program import Step
 
 aten = torch.ops.aten
@@ -59,8 +59,13 @@ class ChunkSteps:
     random: bool
 
 
-def cut(joint: Joint, keep: str = KEEP_ALL) -> ChunkSteps:
-    """Return the steps of a chunk under a recomputation policy, and the specs of its ports."""
+def cut(
+    joint: Joint, keep: str = KEEP_ALL, inside: Sequence[Collection[str] | None] = (None,)
+) -> ChunkSteps:
+    """Return the steps of a chunk under a recomputation policy, and the specs of its ports.
+
+    `inside` are the origins of the operations for which each of the policies beside each other holds; None for all.
+    """
     rank = {n: i for i, n in enumerate(joint.graph.nodes)}
     backward = backward_nodes(joint)
     values = {k: g for k, g in sorted(joint.grads.items()) if joint.kinds[k] == "value"}
@@ -105,7 +110,7 @@ def cut(joint: Joint, keep: str = KEEP_ALL) -> ChunkSteps:
     w = build(step_w.body, placed | f.placed | i.placed)
     w.accumulate(params)
     steps: dict[Step, StepGraph] = {
-        **_forward(joint, keep, f, body_f, placed),
+        **_forward(joint, keep, inside, f, body_f, placed),
         "I": i.finish(),
         "W": w.finish(),
     }
@@ -123,27 +128,41 @@ def cut(joint: Joint, keep: str = KEEP_ALL) -> ChunkSteps:
 def _forward(
     joint: Joint,
     keep: str,
+    inside: Sequence[Collection[str] | None],
     keeping: StepBuilder,
     body: set[fx.Node],
     placed: Mapping[fx.Node, Storage],
 ) -> dict[Step, StepGraph]:
     """Return F and R, or F alone if the policy saves all tensors. `keeping` builds the F that saves all."""
-    policy, hands_on = keep.removesuffix(HANDS_ON), keep.endswith(HANDS_ON)
+    hands_on = keep.endswith(HANDS_ON)
     saved = {n: s for n, s in keeping.placed.items() if s.port.startswith("saved")}
-    dropped = {n: s for n, s in saved.items() if keep != KEEP_ALL and not keeps(policy, n)}
-    if not dropped:
-        return {"F": keeping.finish()}
     rank = {n: i for i, n in enumerate(joint.graph.nodes)}
+    order = sorted(body, key=rank.__getitem__)
+    names = [] if keep == KEEP_ALL else keep.removesuffix(HANDS_ON).split(BESIDE)
+    policies = [KeepPolicy(name, where, order) for name, where in zip(names, inside)]
+    left = [n for n in saved if not all(policy.keeps(n) for policy in policies)]
+    if not left:
+        return {"F": keeping.finish()}
     available = {
-        n: s
+        n
         for n, s in keeping.placed.items()
-        if n not in dropped and not (hands_on and s.port.startswith("out"))
+        if n not in left and not (hands_on and s.port.startswith("out"))
     }
-    again = made_again([*dropped, *(joint.outputs if hands_on else ())], available)
-    r = StepBuilder(joint, rank, again.body, {**placed, **available})
+
+    def repeats(node: fx.Node) -> bool:
+        made = node in keeping.placed or any(policy.repeats(node) for policy in policies)
+        return made or _repeatable(node, joint)
+
+    again = made_again([*left, *(joint.outputs if hands_on else ())], available, repeats)
+    # Tensors that backward does not need, as the input of a module that begins with a frozen product.
+    more = [n for n in order if n in again.needs and n not in available]
+    keeping.hand_over("saved", more, first=len(saved))
+    provided = {n: s for n, s in keeping.placed.items() if n in available or n in more}
+    r = StepBuilder(joint, rank, again.body, {**placed, **provided})
     r.write((f"out{k}", n) for k, n in enumerate(joint.outputs if hands_on else ()))
-    r.write_again(dropped)
-    kept = {n: s for n, s in saved.items() if n not in dropped}
+    r.write_again({n: saved[n] for n in left})
+    kept = {n: s for n, s in {**saved, **provided}.items() if s.port.startswith("saved")}
+    kept = {n: s for n, s in kept.items() if n not in left}
     f = StepBuilder(
         joint, rank, {n for n in ancestors([*joint.outputs, *kept]) if n in body}, placed
     )

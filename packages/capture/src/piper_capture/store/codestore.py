@@ -40,15 +40,15 @@ from piper_ir.program.program import Chunk, Program, Signature, Step, bind_chunk
 class PassedOn:
     """Say how to trace the code of a chunk that passes values on: F copies them, I copies their gradients back.
 
+    Nothing is kept for I, so that the code is the same under any policy of recomputation.
+
     Attributes:
         specs: of the values, affine in rows.
         needs_grad: which of them have gradients.
-        keep: the policy of recomputation; under any, nothing is kept.
     """
 
     specs: tuple[TensorSpec, ...]
     needs_grad: tuple[bool, ...]
-    keep: str = KEEP_ALL
 
     def joint(self, rows: int) -> Joint:
         """Return the graph of forward and backward."""
@@ -71,6 +71,7 @@ class TraceSpec:
         needs_grad: which inputs need a gradient.
         tangent_mask: which outputs receive a gradient.
         keep: the policy of recomputation.
+        inside: for each policy in it the places in the piece's body of the operations for which it holds; None for all.
         reduce: the dtype of gradient accumulators; None for the dtype of their parameters.
         shardings: how devices share its work.
         base: the original code, if this is a form of it for devices that share it; else "".
@@ -87,6 +88,7 @@ class TraceSpec:
     needs_grad: tuple[bool, ...]
     tangent_mask: tuple[bool, ...]
     keep: str = KEEP_ALL
+    inside: tuple[tuple[int, ...], ...] | None = None
     reduce: torch.dtype | None = None
     shardings: tuple[Sharding, ...] = ()
     base: str = ""
@@ -95,6 +97,14 @@ class TraceSpec:
     dispatch: Dispatch | None = None
     routed: Routed | None = None
     tiles: int = 1
+
+    @property
+    def origins(self) -> tuple[frozenset[str] | None, ...]:
+        """Return the names of the captured operations for which each policy holds; None for all."""
+        if self.inside is None:
+            return (None,)
+        body = [node.name for node in self.cut.body(self.piece)]
+        return tuple(frozenset(body[k] for k in places) for places in self.inside)
 
     @property
     def routes(self) -> bool:
@@ -129,7 +139,7 @@ class TraceSpec:
             self.tangent_mask,
             blocks,
             random=random,
-            keep=self.keep,
+            keep=self.keep if self.inside is None or any(self.inside) else KEEP_ALL,
             reduce=self.reduce,
         )
 
@@ -209,13 +219,20 @@ class CodeStore:
         """Let the store make the code that counts in a batch."""
         self._counters.setdefault(counter.code, counter)
 
-    def variant(self, code: str, keep: str) -> str:
-        """Return the code id of a code under a policy of recomputation."""
+    def variant(
+        self, code: str, keep: str, inside: tuple[tuple[int, ...], ...] | None = None
+    ) -> str:
+        """Return the code id of a code under a policy of recomputation.
+
+        Each policy in it holds for the operations at the places `inside` of the piece's body; None for all.
+        """
         name = variant_name(code, keep)
+        if inside is not None:
+            name += f" {hashlib.sha256(repr(inside).encode()).hexdigest()[:16]}"
         if code in self._passed:
-            self.add_passed(name, replace(self._passed[code], keep=keep))
-            return name
-        self._recipes.setdefault(name, replace(self._recipes[code], keep=keep))
+            self.add_passed(name, self._passed[code])
+        else:
+            self._recipes.setdefault(name, replace(self._recipes[code], keep=keep, inside=inside))
         return name
 
     def shared(
@@ -323,11 +340,12 @@ class CodeStore:
         return traced
 
     def _made(self, code: str, recipe: TraceSpec | PassedOn, rows: int) -> TracedChunk:
-        if isinstance(recipe, TraceSpec) and recipe.piece.opaque:
+        if isinstance(recipe, PassedOn):
+            return cut_chunk(recipe.joint(rows), KEEP_ALL)
+        if recipe.piece.opaque:
             return recipe.opaque(rows)
-        return cut_chunk(
-            self.joint(code.removesuffix(variant_name("", recipe.keep)), rows), recipe.keep
-        )
+        base = code if recipe.keep == KEEP_ALL else code.partition(variant_name("", ""))[0]
+        return cut_chunk(self.joint(base, rows), recipe.keep, recipe.origins)
 
     def get(self, code: str, rows: int) -> Mapping[Step, StepCode]:
         """Return the functions of the steps that are not empty; they fit `Captured.bind(rows)`.

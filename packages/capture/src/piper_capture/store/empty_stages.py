@@ -1,4 +1,4 @@
-"""Add the chunks of stages without layers, which pass on what the stage before makes."""
+"""Add the chunks of stages without layers, which pass on the values of the stage before."""
 
 from __future__ import annotations
 

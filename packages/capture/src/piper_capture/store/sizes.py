@@ -148,17 +148,23 @@ class Fitter:
             for x in liveness
         ):
             raise NotAffine(f"the order of memory use in step {step} changes")
-        segments = tuple(
-            _maximal(
-                [self._fit(f"memory of step {step}", sizes) for sizes in zip(*group, strict=True)]
+        segments, on_cpu = (
+            tuple(
+                _maximal(
+                    [
+                        self._fit(f"memory of step {step}", sizes)
+                        for sizes in zip(*group, strict=True)
+                    ]
+                )
+                for group in zip(*all_of, strict=True)
             )
-            for group in zip(*(x.segments for x in liveness), strict=True)
+            for all_of in ([x.segments for x in liveness], [x.on_cpu for x in liveness])
         )
         inside = tuple(
             tuple(self._inside(step, kernels) for kernels in zip(*group, strict=True))
             for group in zip(*(x.inside for x in liveness), strict=True)
         )
-        return Liveness(first.consumed, segments, inside)
+        return Liveness(first.consumed, segments, inside, on_cpu)
 
     def _inside(self, step: Step, kernels: Sequence[Inside]) -> Inside:
         what = f"memory inside a kernel of step {step}"

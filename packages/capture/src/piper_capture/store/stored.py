@@ -283,8 +283,10 @@ class StoredCode(CodeStore):
     def add_counter(self, counter: CounterSpec) -> None:
         self._again().code.add_counter(counter)
 
-    def variant(self, code: str, keep: str) -> str:
-        return self._live(code).variant(code, keep)
+    def variant(
+        self, code: str, keep: str, inside: tuple[tuple[int, ...], ...] | None = None
+    ) -> str:
+        return self._live(code).variant(code, keep, inside)
 
     def shared(
         self,

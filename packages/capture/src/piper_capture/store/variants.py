@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from torch import fx
+
+from piper_capture.module.tags import examples, matches
 from piper_capture.store.assemble import TRACE_ROWS
 from piper_capture.store.codestore import Captured
 from piper_capture.store.sizes import Fitter, NotAffine, explain
-from piper_ir.ground.errors import CaptureError
-from piper_ir.program.ops import KEEP_ALL
+from piper_ir.ground.errors import CaptureError, SelectorError
+from piper_ir.ground.select import EMPTY
+from piper_ir.program.ops import BESIDE, KEEP_ALL, WITHIN
 from piper_ir.program.program import Chunk
 
 
@@ -17,7 +21,8 @@ def with_policies(captured: Captured, policies: Iterable[str]) -> Captured:
     """Return a capture whose program has variants of all chunks under these policies.
 
     Each code is traced once for each policy; variants that are known already are taken from the capture. Equal policies
-    give the same program. Raises CaptureError if a chunk is not affine in the rows under a policy.
+    give the same program. Raises CaptureError if a chunk is not affine in the rows under a policy, and SelectorError
+    for the modules of a policy that do not exist.
     """
     wanted = tuple(sorted({*policies} - {KEEP_ALL}))
     if not wanted:
@@ -31,16 +36,65 @@ def with_policies(captured: Captured, policies: Iterable[str]) -> Captured:
 
 def _variants(captured: Captured, keep: str) -> Iterator[Chunk]:
     bodies: dict[str, Chunk] = {}
+    modules = _modules(captured, keep)
     for chunk in captured.program.chunks:
-        body = bodies.get(chunk.code)
+        code = captured.code.variant(chunk.code, keep, _inside(captured, chunk, modules))
+        body = bodies.get(code)
         if body is None:
-            body = bodies[chunk.code] = _body(captured, chunk, keep)
+            body = bodies[code] = _body(captured, chunk, keep, code)
         yield replace(chunk, ports=body.ports, steps=body.steps, code=body.code, keep=keep)
 
 
-def _body(captured: Captured, chunk: Chunk, keep: str) -> Chunk:
+def _modules(captured: Captured, keep: str) -> list[set[int]] | None:
+    """Return for each policy its modules with all inside of them, by their ids; None for one that holds everywhere."""
+    if WITHIN not in keep:
+        return None
+    return [_inner(captured, one.partition(WITHIN)[2]) for one in keep.split(BESIDE)]
+
+
+def _inner(captured: Captured, patterns: str) -> set[int]:
+    model = captured.forward.model
+    every = {name: m for name, m in model.named_modules(remove_duplicate=False) if name}
+    ran = {id for node in captured.forward.graph.nodes for id in _stack(node)}
+    chosen: set[int] = set()
+    for pattern in patterns.split("+"):
+        found = [m for name, m in every.items() if matches(pattern, name)]
+        inner = {id(i) for m in found for i in m.modules()}
+        if not inner & ran:
+            problem = "no module matches" if not found else "no operation runs inside of"
+            runs = [name for name, m in every.items() if id(m) in ran]
+            raise SelectorError(
+                f"recompute(modules={pattern!r}): {problem} {pattern!r}; the model runs {examples(runs)}. Names are "
+                f'matched as those of files: "*.mlp" means layers.0.mlp, layers.1.mlp and so on'
+            )
+        chosen |= inner
+    return chosen
+
+
+def _stack(node: fx.Node) -> Iterator[int]:
+    """Yield the ids of the modules that run an operation."""
+    return (int(key.partition("@")[0]) for key in node.meta.get("nn_module_stack") or {})
+
+
+def _inside(
+    captured: Captured, chunk: Chunk, modules: Sequence[set[int]] | None
+) -> tuple[tuple[int, ...], ...] | None:
+    """Return for each policy the places in a chunk's body of its operations, without an earlier policy's."""
+    if modules is None or EMPTY in chunk.coords:
+        return None
+    cut = captured.code.recipe(chunk.code).cut
+    (piece,) = (piece for piece in cut.pieces if piece.region.id == chunk.id)
+    places: list[list[int]] = [[] for _ in modules]
+    for k, node in enumerate(cut.body(piece)):
+        stack = {*_stack(node)}
+        own = next((n for n, inside in enumerate(modules) if inside & stack), None)
+        if own is not None:
+            places[own].append(k)
+    return tuple(map(tuple, places))
+
+
+def _body(captured: Captured, chunk: Chunk, keep: str, code: str) -> Chunk:
     """Return a chunk with its ports and steps under a policy; equal steps are shared with the original."""
-    code = captured.code.variant(chunk.code, keep)
     problem: CaptureError | None = None
     for rows in TRACE_ROWS:
         traces = {r: captured.code.trace(code, r) for r in rows}

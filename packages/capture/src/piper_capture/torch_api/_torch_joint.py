@@ -105,8 +105,7 @@ class _Recording(TorchDispatchMode):
         """Run forward and backward, and return their graph."""
         # not leaves, so that a change in place comes here, and not to autograd's refusal
         args = [arg.clone() if arg.requires_grad else arg for arg in args]
-        fake = detect_fake_mode(args)
-        assert fake is not None
+        fake = detect_fake_mode(args) or fake_mode()  # a loss that is a number has no arguments
         primals = {k: self._placeholder(f"primals_{k + 1}", arg) for k, arg in enumerate(args)}
         with preserve_node_meta(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Anomaly Detection has been enabled.")
@@ -137,11 +136,12 @@ class _Recording(TorchDispatchMode):
         sources = {k: arg for k, arg in enumerate(args) if arg.requires_grad and roots}
         seeds = [torch.empty_like(root, requires_grad=False) for root in roots.values()]
         tangents: dict[int, fx.Node] = {}
-        last = self._graph.find_nodes(op="placeholder")[-1]
+        places = [*self._graph.find_nodes(op="placeholder")]
         for k, seed in zip(roots, seeds, strict=True):
-            with self._graph.inserting_after(last):
-                last = tangents[k] = self._placeholder(f"tangents_{len(tangents) + 1}", seed)
-            last.meta["partitioner_tag"] = "is_backward"
+            with self._graph.inserting_after(places[-1]):
+                tangents[k] = self._placeholder(f"tangents_{len(tangents) + 1}", seed)
+            tangents[k].meta["partitioner_tag"] = "is_backward"
+            places.append(tangents[k])
         if not sources:
             return tangents, {}
         setup_stacktrace_preservation_hooks(
@@ -200,8 +200,8 @@ class _Recording(TorchDispatchMode):
                 self._note(self._graph.call_function(operator.getitem, (node, k)), item)
 
 
-META = ("stack_trace", "from_node", "partitioner_tag")
-"""The meta of a node that comes from the node that runs: its line and name in the model, and its pass."""
+META = ("stack_trace", "custom", "partitioner_tag")
+"""The meta of a node that comes from the node that runs: its line and annotations in the model, and its pass."""
 
 
 def _has_effect(op: OpOverload) -> bool:

@@ -60,7 +60,7 @@ class Partition:
     Attributes:
         at: "even" gives the first stages one layer more when layers do not divide; "cost" minimises the slowest stage's
             time; a tuple gives the first layers of the stages 1, 2, ... A stage that begins where the next one does is
-            empty: it has a chunk that passes on what the stage before makes, with the coordinate `empty`.
+            empty: it has a chunk that passes on the values of the stage before, with the coordinate `empty`.
         units: the units that may be stages of their own: "layers"; "embedding": the chunks before the first layer,
             too; "head": the chunks after the last layer (head and loss), too; "all": both. With them `at` counts units,
             from 0.

@@ -9,17 +9,25 @@ a bubble before the gradient arrives. An R that no order names waits for the inp
 Regions that a model puts under torch.utils.checkpoint itself are under "inputs" if no `recompute` selects them, as if
 that were written last.
 
+With `modules` the policy holds for tensors that are made inside of modules with these names, and F saves all others. It
+is part of the policy's name: keep="inputs", modules=("*.mlp",) is keep="inputs@*.mlp". Several policies may stand
+beside each other, as in keep="inputs@*.norm1&outputs@*.core"; an operation is under the first that has its module.
+
 With group=k only the inputs of every k-th layer are saved: R of a layer also makes the output again that R of the next
 one reads, as value layer1:out0!r. These R are nodes of their own.
 
 Legality
  1. Forward and backward are selected alike: a policy holds for both.
- 2. `keep` is "all", "products", "attention", "inputs", or names of ops that the selected chunks run.
+ 2. `keep` is "all", "products", "products/n", "attention", "inputs", "outputs" beside `modules`, or names
+    of ops that the selected chunks run.
  3. No selected node is under a policy already.
  4. The program is of a captured model, for which capture makes R, or synthetic with seconds of R and keep="inputs".
  5. R reads no buffer that the model changes while it runs, since by then the buffer has other content.
  6. There is something to make again, unless keep is "all".
- 7. `group` is a number of layers, at least 1; with more than 1 the nodes are placed already.
+ 7. `group` is a number of layers, at least 1; with more than 1 the nodes are placed already, and `modules` is left
+    out: R of a part of a layer does not make its output again.
+ 8. Each of `modules` is a pattern that matches a module that the model runs, which the capture checks; `keep` is not
+    "all".
 """
 
 from __future__ import annotations
@@ -29,6 +37,7 @@ from dataclasses import dataclass, replace
 
 from piper_compiler.directives.base import (
     Directive,
+    as_names,
     call_site,
     compute_nodes,
     directive,
@@ -43,11 +52,20 @@ from piper_ir.graph.graph import Coord, Editor, Graph, Node
 from piper_ir.graph.graph_parts import common, in_mbs
 from piper_ir.ground.node_ids import compute_id
 from piper_ir.ground.select import ANY, Where
-from piper_ir.program.ops import CHECKPOINT, HANDS_ON, KEEP_ALL, Compute, variant_name
+from piper_ir.program.ops import (
+    BESIDE,
+    CHECKPOINT,
+    EVERY,
+    HANDS_ON,
+    KEEP_ALL,
+    WITHIN,
+    Compute,
+    variant_name,
+)
 from piper_ir.program.program import Chunk, Program
 
-POLICIES = (KEEP_ALL, "products", "attention", "inputs")
-"""The policies that have a name; any other is names of ops, joined by "+"."""
+POLICIES = (KEEP_ALL, "products", "attention", "outputs", "inputs")
+"""The policies that have a name; any other is "products/n", or names of ops, joined by "+"."""
 
 ASKED_FOR = "inputs"
 """The policy of regions that the model puts under torch.utils.checkpoint: it keeps the arguments of their function."""
@@ -104,7 +122,7 @@ class Recompute:
     """Put the selected chunks and microbatches under a policy of recomputation.
 
     Attributes:
-        keep: the policy: the tensors that F saves for backward.
+        keep: the policy: the tensors that F saves for backward, and the modules to which that is limited.
         group: the number of layers that are recomputed together.
         apart: whether R is a node of its own.
         site: where the user wrote it.
@@ -123,18 +141,21 @@ class Recompute:
         group: int = 1,
         apart: bool = False,
         site: str | None = None,
+        *,
+        modules: str | tuple[str, ...] = (),
     ) -> None:
         object.__setattr__(self, "selection", selection)
-        object.__setattr__(self, "keep", policy_name(keep))
+        object.__setattr__(self, "keep", policy_name(keep, modules))
         object.__setattr__(self, "group", group)
         object.__setattr__(self, "apart", apart)
         object.__setattr__(self, "site", call_site() if site is None else site)
 
     def policies(self) -> tuple[str, ...]:
         """Return the policy, and the policy of chunks whose outputs are made again for the next chunk of a group."""
-        if not isinstance(self.keep, str) or self.keep == KEEP_ALL:
+        if self.keep == KEEP_ALL or _misspelt(self.keep):
             return ()
-        return (self.keep,) if self.group == 1 else (self.keep, self.keep + HANDS_ON)
+        alone = self.group == 1 or WITHIN in self.keep
+        return (self.keep,) if alone else (self.keep, self.keep + HANDS_ON)
 
     def prepare(self, request: CaptureRequest, seen: Preparation) -> CaptureRequest:
         """Ask for variants of chunks that compute saved tensors again."""
@@ -144,13 +165,19 @@ class Recompute:
         if type(self.group) is not int or self.group < 1:
             raise fail(self, 7, f"group={self.group!r}; a number of layers is expected, at least 1")
         nodes = compute_nodes(self, graph, self.selection)
+        _check_policy(self, graph.program, nodes)
+        if self.group > 1 and WITHIN in self.keep:
+            raise fail(
+                self,
+                7,
+                "a group makes whole layers again, and modules= parts of them; leave one of the two out",
+            )
         if self.group > 1 and graph.mesh.size("pp") > 1 and not all(n.role for n in nodes):
             raise fail(
                 self,
                 7,
                 f"a group runs on one device, and {names(graph, nodes)} is not placed; write recompute after place",
             )
-        _check_policy(self, graph.program, nodes)
         self._check_halves(graph, nodes)
         under = [n for n in nodes if isinstance(n.op, Compute) and n.op.keep != KEEP_ALL]
         if under:
@@ -312,25 +339,58 @@ def grouped(forwards: list[Node], graph: Graph, layers: int) -> Iterator[list[No
         yield group
 
 
-def policy_name(keep: str | tuple[str, ...]) -> str:
-    """Return a policy as text: its name, or names of ops in one order, joined by "+"."""
-    if isinstance(keep, tuple | list):
-        return "+".join(sorted({str(name) for name in keep}))
-    return keep
+def policy_name(keep: str | tuple[str, ...], modules: str | tuple[str, ...] = ()) -> str:
+    """Return a policy as text: its name, or names of ops joined by "+", and likewise the patterns of its modules."""
+    name = _joined(keep) if isinstance(keep, tuple | list) else keep
+    return name if modules == () else f"{name}{WITHIN}{_joined(as_names(modules))}"
+
+
+def _joined(names: Iterable[object]) -> str:
+    return "+".join(sorted({str(name) for name in names}))
+
+
+def _accepted() -> str:
+    return ", ".join(map(repr, (*POLICIES, f"products{EVERY}2")))
+
+
+def _misspelt(keep: str) -> tuple[int, str] | None:
+    """Return the condition that the form of a policy breaks, and the problem; None if it breaks none."""
+    accepted = f"keep={keep!r}; {_accepted()} or a tuple of names of ops is accepted"
+    if not isinstance(keep, str):
+        return 2, accepted
+    for one in keep.split(BESIDE):
+        policy, within, modules = one.partition(WITHIN)
+        name, mark, every = policy.partition(EVERY)
+        if not name:
+            return 2, accepted
+        if mark and not (name == "products" and every.isdecimal() and int(every)):
+            return 2, f"keep={keep!r}; one of n products is kept as in 'products{EVERY}2'"
+        if not within and (name == "outputs" or BESIDE in keep):
+            return 2, f"{policy!r} is about parts of layers; give modules=, or {_accepted()}"
+        if within and (name == KEEP_ALL or not all(modules.split("+"))):
+            return 8, (
+                f"keep={policy!r} with modules={modules!r}; names of modules such as '*.mlp' are expected, and "
+                f"another keep than 'all'"
+            )
+    return None
 
 
 def _check_policy(item: Recompute, program: Program, nodes: list[Node]) -> None:
-    """Check condition 2."""
-    accepted = ", ".join(map(repr, POLICIES))
-    if not isinstance(item.keep, str) or not item.keep:
-        raise fail(
-            item, 2, f"keep={item.keep!r}; {accepted} or a tuple of names of ops is accepted"
-        )
-    if item.keep in POLICIES:
-        return
+    """Check conditions 2 and 8."""
+    if problem := _misspelt(item.keep):
+        raise fail(item, *problem)
+    for one in item.keep.split(BESIDE):
+        keep = one.partition(WITHIN)[0]
+        if keep.partition(EVERY)[0] not in POLICIES:
+            _check_ops(item, keep, program, nodes)
+
+
+def _check_ops(item: Recompute, keep: str, program: Program, nodes: list[Node]) -> None:
+    """Check condition 2 for names of ops."""
+    accepted = _accepted()
     chunks = [program.chunk(id) for id in dict.fromkeys(str(n.coords["chunk"]) for n in nodes)]
     ops = sorted({k.op for c in chunks for k in c.steps["F"].cost.kernels})
-    unknown = [name for name in item.keep.split("+") if name not in ops]
+    unknown = [name for name in keep.split("+") if name not in ops]
     if unknown:
         raise fail(
             item, 2, f"keep has {unknown[0]!r}, which is no op of the selected chunks; {accepted} or names of "

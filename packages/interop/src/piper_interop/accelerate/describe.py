@@ -62,8 +62,8 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         rows=rows,
         layout=layout,
         recompute=(Recomputation("inputs"),) if _recomputes(foreign) else (),
-        compute="bfloat16" if half else "float32",
-        reduce="bfloat16" if half and sharding.zero else "float32",
+        compute=half or "float32",
+        reduce=half if half and sharding.zero else "float32",
         clip_norm=clip or None,
         lr=float(foreign.get(f"{ARGUMENTS}learning_rate", 3e-4)),
         stack=_stack(foreign),
@@ -260,11 +260,12 @@ def _prefetch(foreign: Foreign) -> int:
     return 1 if _version(foreign) == 2 or before == "BACKWARD_PRE" else 0
 
 
-def _half(foreign: Foreign) -> bool:
-    """Return whether forward and backward are in bfloat16, or in a dtype for which it stands."""
+def _half(foreign: Foreign) -> str:
+    """Return the dtype of forward and backward if it is a narrow one, or bfloat16 where it stands for fp8; else ""."""
     precision = foreign.get("mixed_precision", "no")
-    trainer = any(foreign.get(f"{ARGUMENTS}{name}", False) for name in ("bf16", "fp16"))
-    return precision != "no" or trainer
+    if precision == "fp16" or foreign.get(f"{ARGUMENTS}fp16", False):
+        return "float16"
+    return "bfloat16" if precision != "no" or foreign.get(f"{ARGUMENTS}bf16", False) else ""
 
 
 def _recomputes(foreign: Foreign) -> bool:

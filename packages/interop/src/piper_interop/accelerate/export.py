@@ -81,7 +81,7 @@ def _launch(described: JobDescription, kind: str) -> dict[str, Any]:
     options: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": kind if described.layout.devices > 1 else "NO",
-        "mixed_precision": "bf16" if described.compute == "bfloat16" else "no",
+        "mixed_precision": {"bfloat16": "bf16", "float16": "fp16"}.get(described.compute, "no"),
         "num_processes": described.layout.devices,
         "use_cpu": False,
         "debug": False,
@@ -111,6 +111,7 @@ def _arguments(described: JobDescription) -> dict[str, Any]:
         "max_grad_norm": described.clip_norm or 0.0,
         "learning_rate": described.lr,
         "bf16": described.compute == "bfloat16",
+        **({"fp16": True} if described.compute == "float16" else {}),
         "optim": "adamw_torch_fused",
     }
 
@@ -121,11 +122,16 @@ def _notes(described: JobDescription) -> tuple[str, ...]:
     notes = ["the model and the tokens of a row are the script's; the files do not say them"]
     if described.loss_tiles > 1:
         notes.append(f"the script must compute its loss in {described.loss_tiles} tiles of tokens")
-    reduce = "bfloat16" if layout.zero and described.compute == "bfloat16" else "float32"
+    narrow = described.compute in ("bfloat16", "float16")
+    reduce = described.compute if layout.zero and narrow else "float32"
+    if described.loss_scale:
+        notes.append("the loss is scaled by GradScaler's defaults, and not as the job says")
     if described.reduce != reduce:
         notes.append(f"gradients are reduced in {reduce}, not in {described.reduce}")
     if layout.zero == 3:
-        unit = megabytes(layer_parameters(described.sizes), 2 if reduce == "bfloat16" else 4)
+        unit = megabytes(
+            layer_parameters(described.sizes), 2 if reduce == described.compute and narrow else 4
+        )
         if layout.bucket_mb != unit:
             notes.append(
                 f"FSDP gathers layer by layer ({unit:g} MiB), not in buckets of {layout.bucket_mb or 25:g} MiB"

@@ -20,11 +20,11 @@ from piper_interop.neutral.options import Ignored, Mapped, Unsupported
 TYPES = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
 HOSTS = Ignored("concerns how processes are started")
 FP8 = Unsupported(
-    "fp8 and fp16",
+    "fp8",
     "take bf16 in the file",
-    unless=("no", "bf16", None),
+    unless=("no", "bf16", "fp16", None),
     stand_in="bf16",
-    how="taken as bf16: fp16 has the same bytes and rates, without the loss's scale; fp8 is predicted too slow",
+    how="taken as bf16, and so predicted too slow",
 )
 PART_OF_FP8 = Ignored("a part of fp8, which mixed_precision decides")
 GRAPH = Ignored("a choice inside of the compiler, whose graph is not modelled")
@@ -55,7 +55,7 @@ LAUNCH: dict[str, OptionSpec] = {
     "num_machines": (COUNT, Mapped("devices of a node")),
     "use_cpu": (BOOL, Unsupported("training on CPUs", "give false")),
     "debug": (BOOL, Ignored("checks shapes of messages; a debugged run is slower")),
-    "fp16": (BOOL, Unsupported("fp16 (an old option)", "give mixed_precision: bf16", unless=(False, None))),
+    "fp16": (BOOL, Unsupported("fp16 (an old option)", "give mixed_precision: fp16", unless=(False, None))),
     "main_training_function": (TEXT, HOSTS),
     "machine_rank": (SIZE, HOSTS),
     "gpu_ids": (ANY, HOSTS),

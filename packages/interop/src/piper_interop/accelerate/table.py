@@ -17,7 +17,7 @@ PREFIX = "deepspeed."
 """The prefix of DeepSpeed's options among Accelerate's."""
 
 STAND_INS = {
-    "bf16": "fp16 and fp8 are taken as bf16; the loss's scale and quantising are not counted",
+    "bf16": "fp8, and fp16 under DeepSpeed's torch_autocast, are taken as bf16; quantising is not counted",
     "adamw": "another optimizer is taken as AdamW, with two states of four bytes per parameter",
 }
 

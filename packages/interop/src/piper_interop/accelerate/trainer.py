@@ -42,15 +42,7 @@ SAID: dict[str, OptionSpec] = {
     "max_grad_norm": (NUMBER, Mapped("clip_norm")),
     "learning_rate": (NUMBER, Mapped("lr")),
     "bf16": (BOOL, Mapped("precision")),
-    "fp16": (
-        BOOL,
-        Unsupported(
-            "fp16 with a scaled loss",
-            "take bf16 in the file",
-            stand_in="bf16",
-            how="fp16 is taken as bf16: of the same bytes and rates, without the loss's scale",
-        ),
-    ),
+    "fp16": (BOOL, Mapped("precision")),
     "optim": (
         TEXT,
         Unsupported(

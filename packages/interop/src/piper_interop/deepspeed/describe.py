@@ -8,16 +8,16 @@ from pathlib import Path
 from piper_interop.deepspeed.arguments import PREFIX
 from piper_interop.deepspeed.table import TABLE
 from piper_interop.deepspeed.zero import BUCKET, ahead, gathers, persistent, stage
-from piper_interop.neutral.described import DeviceLayout, JobDescription, Recomputation
+from piper_interop.neutral.described import DeviceLayout, JobDescription, Recomputation, loss_scale
 from piper_interop.neutral.foreign import Foreign
 from piper_interop.neutral.missing import asked_for
 from piper_interop.neutral.options import forms
 from piper_interop.neutral.system import Asked
 from piper_ir.ground.errors import JobError
 
-BYTES = {"float32": 4, "bfloat16": 2}
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "bfloat16"}
-"""The dtypes by DeepSpeed's names for them; fp16 has its stand-in."""
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""The dtypes by DeepSpeed's names for them."""
 
 CLIP = 1.0
 """The bound of gradients' norms without `gradient_clipping`, in DeepSpeed 0.19 (runtime/constants.py)."""
@@ -60,6 +60,7 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         params=params,
         compute=compute,
         reduce=reduce,
+        loss_scale=_loss_scale(foreign),
         clip_norm=float(foreign.get("gradient_clipping", CLIP)) or None,
         lr=float(foreign.get("optimizer.params.lr", foreign.get(f"{PREFIX}learning_rate", 1e-3))),
         stack="inductor" if _compiled(foreign) else "eager",
@@ -187,14 +188,34 @@ def _bucket(foreign: Foreign) -> float | None:
 
 def _precision(foreign: Foreign) -> tuple[str, str, str]:
     """Return the dtypes of parameters and states, of forward and backward, and of gradients."""
-    half = any(foreign.get(f"{name}.enabled", False) for name in ("bf16", "bfloat16", "fp16"))
+    half = next(
+        (dtype for name, dtype in _SECTIONS.items() if foreign.get(f"{name}.enabled", False)), ""
+    )
     autocast = foreign.get("torch_autocast.enabled", False)
-    params = "bfloat16" if half and _narrow_states(foreign) else "float32"
-    compute = "bfloat16" if half or autocast else "float32"
-    summed = _dtype(foreign, "data_types.grad_accum_dtype", "bfloat16" if half else "float32")
-    sent = _dtype(foreign, "communication_data_type", "bfloat16" if half else "float32")
+    params = "bfloat16" if half == "bfloat16" and _narrow_states(foreign) else "float32"
+    compute = half or ("bfloat16" if autocast else "float32")
+    summed = _dtype(foreign, "data_types.grad_accum_dtype", half or "float32")
+    sent = _dtype(foreign, "communication_data_type", half or "float32")
     # One dtype is both here: the sums over microbatches, and the messages.
     return params, compute, summed if BYTES[summed] > BYTES[sent] else sent
+
+
+_SECTIONS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}
+"""The sections of precision with the dtype of each."""
+
+
+def _loss_scale(foreign: Foreign) -> tuple[tuple[str, float], ...]:
+    """Return the scale of the loss beside fp16, as `JobDescription.loss_scale` has it."""
+    if not foreign.get("fp16.enabled", False):
+        return ()
+    if fixed := foreign.get("fp16.loss_scale", 0):
+        return (("fixed", float(fixed)),)
+    return loss_scale(
+        initial=2.0 ** foreign.get("fp16.initial_scale_power", 16),
+        interval=int(foreign.get("fp16.loss_scale_window", 1000)),
+        hysteresis=int(foreign.get("fp16.hysteresis", 2)),
+        least=float(foreign.get("fp16.min_loss_scale", 1)),
+    )
 
 
 def _narrow_states(foreign: Foreign) -> bool:
@@ -213,7 +234,7 @@ def _dtype(foreign: Foreign, option: str, otherwise: str) -> str:
         raise JobError(
             f"{foreign.source}: {option}={name!r}{foreign.at(option)} is no dtype that is known here"
         )
-    return DTYPES.get(plain, "float32" if plain in ("float", "float32") else "bfloat16")
+    return DTYPES.get(plain, {"float": "float32", "half": "float16"}.get(plain, plain))
 
 
 def recomputes(foreign: Foreign) -> bool:

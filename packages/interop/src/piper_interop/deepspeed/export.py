@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from math import log2
 from typing import Any
 
-from piper_interop.neutral.described import JobDescription
+from piper_interop.neutral.described import USUAL_SCALE, JobDescription
 from piper_interop.neutral.documents import nested
 from piper_interop.neutral.missing import lacks, shared_limits
 from piper_interop.neutral.system import Exported
 
-BYTES = {"float32": 4, "bfloat16": 2}
-NAMES = {"float32": "fp32", "bfloat16": "bf16"}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 BUCKET_MB = 25
 """The MiB of a bucket where nothing says them, as in `replicate`."""
 
@@ -50,12 +51,20 @@ def _impossible(described: JobDescription) -> list[str]:
         lines.append(
             f"params={described.params} with compute={described.compute}; nearest: bf16 over float32"
         )
+    scale = {**USUAL_SCALE, **dict(described.loss_scale)}
+    if "fixed" not in scale and (scale["growth"], scale["backoff"]) != (2.0, 0.5):
+        lines.append(
+            "a loss scale that grows or falls by other factors; nearest: growth=2, backoff=0.5"
+        )
+    if log2(scale["initial"]) % 1:
+        lines.append(f"LossScale(initial={scale['initial']:g}); nearest: a power of 2")
     return lines
 
 
 _PRECISIONS = {
     ("float32", "float32"): {},
     ("float32", "bfloat16"): {"bf16.enabled": True},
+    ("float32", "float16"): {"fp16.enabled": True},
     ("bfloat16", "bfloat16"): {
         "bf16.enabled": True,
         "bf16.bf16_master_weights_and_grads": True,
@@ -74,6 +83,7 @@ def _options(described: JobDescription) -> dict[str, Any]:
         "optimizer.type": "AdamW",
         "optimizer.params.lr": described.lr,
         **_PRECISIONS[described.params, described.compute],
+        **_loss_scale(described),
         "communication_data_type": NAMES[described.reduce],
         "data_types.grad_accum_dtype": NAMES[described.reduce],
         "zero_optimization.stage": layout.zero,
@@ -95,6 +105,21 @@ def _options(described: JobDescription) -> dict[str, Any]:
     if described.stack == "inductor":
         options["compile.deepcompile"] = True
     return options
+
+
+def _loss_scale(described: JobDescription) -> dict[str, Any]:
+    """Return the options of the scale of the loss beside fp16, of which DeepSpeed knows no other factors than 2."""
+    if described.compute != "float16":
+        return {}
+    scale = {**USUAL_SCALE, **dict(described.loss_scale)}
+    if "fixed" in scale:
+        return {"fp16.loss_scale": scale["fixed"]}
+    return {
+        "fp16.initial_scale_power": round(log2(scale["initial"])),
+        "fp16.loss_scale_window": int(scale["interval"]),
+        "fp16.hysteresis": int(scale["hysteresis"]),
+        "fp16.min_loss_scale": scale["least"],
+    }
 
 
 def _zero(described: JobDescription) -> dict[str, Any]:

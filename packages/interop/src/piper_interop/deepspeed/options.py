@@ -21,7 +21,7 @@ from piper_interop.neutral.kinds import (
 from piper_interop.neutral.options import Ignored, Mapped, Nearest, Unsupported
 
 STAND_INS = {
-    "bf16": "fp16, or 8-bit numbers, are taken as bf16; the loss's scale and quantising are not counted",
+    "bf16": "8-bit numbers, or fp16 under torch_autocast, are taken as bf16; quantising is not counted",
     "adamw": "another optimizer is taken as AdamW, with two states of four bytes per parameter",
 }
 
@@ -32,15 +32,9 @@ NUMERICS = Ignored("changes numbers, and neither time nor memory")
 LEARNING = Ignored("a factor of the optimizer's update, which changes neither time nor memory")
 SEARCH = Ignored("DeepSpeed's own search, which `piper plan` replaces")
 PRECISION = Mapped("precision")
-SCALING = Ignored("scales the loss of fp16")
+SCALING = Mapped("precision: loss_scale")
 OLD = "leave it out: DeepSpeed has removed it"
 
-FP16 = Unsupported(
-    "fp16 with a scaled loss",
-    "take bf16 in the file",
-    stand_in="bf16",
-    how="fp16 is taken as bf16: of the same bytes and rates, without the loss's scale",
-)
 PIPELINE = Unsupported(
     "a pipeline whose stages are in the script (PipelineModule)",
     'leave the section "pipeline" out, and write stages into the FILE.py: `pp=` of its mesh and a schedule',
@@ -154,13 +148,13 @@ BF16_SECTION: dict[str, OptionSpec] = {
 PRECISIONS: dict[str, OptionSpec] = {
     **{f"bf16.{name}": option for name, option in BF16_SECTION.items()},
     **{f"bfloat16.{name}": option for name, option in BF16_SECTION.items()},
-    "fp16.enabled": (BOOL, FP16),
+    "fp16.enabled": (BOOL, PRECISION),
     "fp16.auto_cast": (BOOL, NUMERICS),
     "fp16.loss_scale": (NUMBER, SCALING),
     "fp16.initial_scale_power": (INT, SCALING),
     "fp16.loss_scale_window": (INT, SCALING),
     "fp16.hysteresis": (INT, SCALING),
-    "fp16.consecutive_hysteresis": (BOOL, SCALING),
+    "fp16.consecutive_hysteresis": (BOOL, NUMERICS),
     "fp16.min_loss_scale": (NUMBER, SCALING),
     "fp16.fp16_master_weights_and_grads": (
         BOOL,

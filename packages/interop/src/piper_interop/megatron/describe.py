@@ -13,12 +13,12 @@ from piper_interop.megatron.degrees import (
     chunks,
     layers_of_stages,
 )
-from piper_interop.megatron.sizes import length, sizes
+from piper_interop.megatron.sizes import length, policy_of, sizes
 from piper_interop.megatron.stages import boundaries
 from piper_interop.megatron.table import TABLE
-from piper_interop.megatron.table_model import exchanged, mixture
+from piper_interop.megatron.table_model import exchanged, mixture, parts_again
 from piper_interop.megatron.table_strategy import sharded
-from piper_interop.neutral.described import DeviceLayout, JobDescription, Recomputation
+from piper_interop.neutral.described import DeviceLayout, JobDescription, Recomputation, loss_scale
 from piper_interop.neutral.foreign import Foreign
 from piper_interop.neutral.options import judge
 from piper_interop.neutral.system import Asked
@@ -58,7 +58,9 @@ PARTS = {
         "decoder-last-pipeline-num-layers", "account-for-embedding-in-pipeline-split",
         "account-for-loss-in-pipeline-split", "pipeline-model-parallel-layout",
     ),
-    "recompute": ("recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-activations"),
+    "recompute": (
+        "recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-activations", "recompute-modules",
+    ),
     "dp": (
         "use-distributed-optimizer", "use-megatron-fsdp", "data-parallel-sharding-strategy", "use-torch-fsdp2",
         "num-distributed-optimizer-instances", "overlap-grad-reduce", "ddp-bucket-size",
@@ -76,8 +78,7 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
             f"Megatron asks for; give a multiple of {2 * found.cp}"
         )
     whole, rows = batch(foreign, found.dp)
-    low = any(foreign[name] for name in ("bf16", "fp16", "fp8-format", "fp4-format"))
-    compute = "bfloat16" if low else "float32"
+    compute, reduce = _precision(foreign)
     layout = _layout(foreign, found, asked)
     _check_group(foreign, layout, whole // (rows * found.dp))
     return JobDescription(
@@ -89,12 +90,37 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         layout=layout,
         recompute=_recompute(foreign, layout),
         compute=compute,
-        reduce="bfloat16" if low and foreign["grad-reduce-in-bf16"] else "float32",
+        reduce=reduce,
+        loss_scale=_loss_scale(foreign),
         clip_norm=foreign["clip-grad"] or None,
         lr=foreign.get("lr", 3e-4),
         stack="megatron",
         notes=notes(foreign, asked),
         origins={part: _origin(foreign, names) for part, names in PARTS.items()},
+    )
+
+
+def _precision(foreign: Foreign) -> tuple[str, str]:
+    """Return the dtypes of forward and backward, and of gradients, which Megatron keeps in float32 beside bfloat16."""
+    if foreign["fp16"]:
+        wide = foreign["accumulate-allreduce-grads-in-fp32"]
+        return "float16", "float32" if wide else "float16"
+    if not any(foreign[name] for name in ("bf16", "fp8-format", "fp4-format")):
+        return "float32", "float32"
+    return "bfloat16", "bfloat16" if foreign["grad-reduce-in-bf16"] else "float32"
+
+
+def _loss_scale(foreign: Foreign) -> tuple[tuple[str, float], ...]:
+    """Return the scale of the loss beside float16, as `JobDescription.loss_scale` has it."""
+    if not foreign["fp16"]:
+        return ()
+    if foreign["loss-scale"]:
+        return (("fixed", float(foreign["loss-scale"])),)
+    return loss_scale(
+        initial=float(foreign["initial-loss-scale"]),
+        interval=int(foreign["loss-scale-window"]),
+        hysteresis=int(foreign["hysteresis"]),
+        least=float(foreign["min-loss-scale"]),
     )
 
 
@@ -198,14 +224,12 @@ def _reduced(found: Degrees, zero: int) -> bool:
 
 
 def _recompute(foreign: Foreign, layout: DeviceLayout) -> tuple[Recomputation, ...]:
-    """Return the layers that are computed again.
-
-    With a fused kernel there is nothing inside of attention to keep, so that `selective` of it is no recomputation.
-    """
+    """Return the layers that are computed again, or the parts of all layers."""
     granularity, method = foreign.get("recompute-granularity"), foreign.get("recompute-method")
     number = foreign.get("recompute-num-layers")
     if foreign["recompute-activations"] or granularity != "full":
-        return ()
+        policy = policy_of(parts_again(foreign), sizes(foreign))
+        return (Recomputation(policy),) if policy else ()
     if method is None or not number or number < 1:
         raise JobError(
             f"{foreign.source}: --recompute-granularity full needs --recompute-method and --recompute-num-layers"

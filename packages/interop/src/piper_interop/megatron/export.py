@@ -5,10 +5,12 @@ from __future__ import annotations
 from piper_interop.megatron.describe import PP_FIRST, WHOLE_MB
 from piper_interop.megatron.export_sizes import write_sizes
 from piper_interop.megatron.exported import WrittenOptions
+from piper_interop.megatron.sizes import parts_of, policy_of
 from piper_interop.megatron.stages import counts_of, layout
-from piper_interop.neutral.described import DeviceLayout, JobDescription, Recomputation
+from piper_interop.neutral.described import USUAL_SCALE, DeviceLayout, JobDescription, Recomputation
 from piper_interop.neutral.system import Exported
 from piper_interop.neutral.writer import check_batch
+from piper_ir.program.ops import BESIDE, WITHIN
 
 FILE = "megatron.args"
 _KINDS = {"ring": "p2p", "gather": "all_gather", "heads": "a2a"}
@@ -53,16 +55,42 @@ def _start(described: JobDescription) -> str:
 
 def _precision(described: JobDescription, options: WrittenOptions) -> None:
     params, compute, reduce = described.params, described.compute, described.reduce
-    if params != "float32" or compute not in ("float32", "bfloat16"):
+    if params != "float32" or compute not in ("float32", "bfloat16", "float16"):
         options.refuse(
             f"params={params!r} with compute={compute!r}", "params='float32', compute='bfloat16'"
         )
     options.add("bf16", compute == "bfloat16")
+    options.add("fp16", compute == "float16")
+    if compute == "float16" and reduce in ("float16", "float32"):
+        options.add("accumulate-allreduce-grads-in-fp32", reduce == "float32")
+        _loss_scale(described, options)
+        return
     if reduce == "bfloat16" and compute == "bfloat16":
         options.add("grad-reduce-in-bf16")
     elif reduce != "float32":
         options.refuse(f"reduce={reduce!r} with compute={compute!r}", "reduce='float32'")
     options.add("accumulate-allreduce-grads-in-fp32", reduce == "float32" and compute == "bfloat16")
+
+
+def _loss_scale(described: JobDescription, options: WrittenOptions) -> None:
+    scale = {**USUAL_SCALE, **dict(described.loss_scale)}
+    if "fixed" in scale:
+        options.add("loss-scale", scale["fixed"])
+        return
+    for name in ("growth", "backoff"):
+        if scale[name] != USUAL_SCALE[name]:
+            options.near(f"LossScale({name}={scale[name]})", str(USUAL_SCALE[name]))
+    for option, name in SCALES.items():
+        options.add(option, scale[name])
+
+
+SCALES = {
+    "initial-loss-scale": "initial",
+    "min-loss-scale": "least",
+    "loss-scale-window": "interval",
+    "hysteresis": "hysteresis",
+}
+"""The options of a scale of the loss, with the fields of `piper.LossScale`."""
 
 
 def _shared(described: JobDescription, options: WrittenOptions) -> None:
@@ -201,7 +229,8 @@ def _buckets(described: JobDescription, options: WrittenOptions) -> None:
     options.add("overlap-grad-reduce")
     options.add("overlap-param-gather", plan.zero == 1)
     options.add(
-        "ddp-bucket-size", round(size * 2**20 / (2 if described.reduce == "bfloat16" else 4))
+        "ddp-bucket-size",
+        round(size * 2**20 / (2 if described.reduce in ("bfloat16", "float16") else 4)),
     )
 
 
@@ -211,10 +240,18 @@ def _recompute(described: JobDescription, options: WrittenOptions) -> None:
         return
     rule, fields = rules[0], described.sizes.fields
     layers = int(fields["layers"]) + int(fields.get("mtp", 0))
+    patterns = {p for one in rule.keep.split(BESIDE) for p in one.partition(WITHIN)[2].split("+")}
+    parts = [name for name, all in parts_of(described.sizes).items() if all and patterns >= {*all}]
+    if len(rules) == 1 and rule == Recomputation(policy_of(parts, described.sizes)):
+        options.add("recompute-granularity", "selective")
+        options.add("recompute-modules", " ".join(parts))
+        return
     if len(rules) > 1 or rule.keep != "inputs":
         kept = ", ".join(f"keep={rule.keep!r}" for rule in rules)
         options.refuse(
-            f"recompute with {kept}", 'one recompute with keep="inputs" for all or the first layers'
+            f"recompute with {kept}",
+            'one recompute with keep="inputs" for all or the first layers, or of the modules of '
+            "--recompute-modules",
         )
         return
     options.add("recompute-granularity", "full")

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from piper_interop.megatron import words
-from piper_interop.megatron.shell import JobCommand, Token, launch
+from piper_interop.megatron.scripts.shell import JobCommand, Token, launch
 from piper_interop.megatron.table import TABLE
 from piper_interop.neutral.foreign import Foreign, OptionValue
 from piper_interop.neutral.options import Ignored, row_of
@@ -163,9 +163,10 @@ def _of_key(key: str, value: Any, label: str, lines: dict[str, int]) -> Iterator
 
 
 def _texts(item: Any, *, many: bool) -> list[str]:
-    """Return the words of a value; in a list, or a text such as "[attn mlp]", they stand between blanks."""
+    """Return the words of a value; in a list, or a text such as "[attn mlp]" or "[mlp]", they stand between blanks."""
     text = str(item)
-    if many or (" " in text and text[0] + text[-1] == "[]"):
+    words = " " in text or text[1:-1].isidentifier()
+    if many or (words and text[0] + text[-1] == "[]"):
         return text.strip("[]").split()
     return [text]
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Collection
 from typing import Any
 
 from piper_interop.megatron.degrees import further, layers, vocabulary
-from piper_interop.megatron.table_model import clamp, latent, mixture, written_out
+from piper_interop.megatron.table_model import DISCARDING, clamp, latent, mixture, written_out
 from piper_interop.neutral.described import ModelSizes
 from piper_interop.neutral.foreign import Foreign
 from piper_ir.ground.errors import JobError
+from piper_ir.program.ops import BESIDE, WITHIN
 
 DEFAULTS: dict[str, Any] = {
     "kv_heads": None, "head_dim": None, "activation": "silu", "gated": True, "norm": "rmsnorm", "eps": 1e-5,
@@ -270,3 +272,37 @@ def _value(node: ast.expr) -> list[int] | int:
             if isinstance(operator, ast.Mult) and isinstance(a, list) != isinstance(b, list):
                 return a * b  # type: ignore[operator]  # one is a list, one a number
     raise ValueError(ast.dump(node))
+
+
+def parts_of(sizes: ModelSizes) -> dict[str, tuple[str, ...]]:
+    """Return the names of a decoder's modules that Megatron's --recompute-modules has words for, by these words."""
+    fields = sizes.fields
+    experts, latent, dense = (fields.get(k) for k in ("experts", "latent", "dense_layers"))
+    activated = ("activation", "times") if fields.get("gated", True) else ("activation",)
+    mixed = f"layers.{dense}-{fields['layers'] - 1}" if dense else "*"
+    parts: dict[str, tuple[str, ...]] = {
+        "core_attn": ("*.attention.core",),
+        "layernorm": ("*.norm[12]",),
+    }
+    if experts is None:
+        parts["mlp"] = ("*.feed_forward",)
+    else:
+        parts["mlp"] = (f"layers.0-{dense - 1}.feed_forward",) if dense else ()
+        parts["moe"] = (f"{mixed}.feed_forward",)
+        parts["moe_act"] = tuple(f"{mixed}.feed_forward.{name}" for name in activated)
+        if experts.fields.get("shared_hidden"):
+            parts["shared_experts"] = ("*.feed_forward.shared",)
+    if latent is not None:
+        queries = "q" if latent.fields.get("q_rank") is None else "q_up"
+        names = (queries, "kv_up", "turn")
+        parts["mla_up_proj"] = tuple(f"*.attention.{name}" for name in names)
+    return parts
+
+
+def policy_of(parts: Collection[str], sizes: ModelSizes) -> str:
+    """Return the policy that computes parts of layers again; "" if the model has none of them."""
+    modules, policies = parts_of(sizes), []
+    for keep, chosen in (("inputs", DISCARDING & {*parts}), ("outputs", {*parts} - DISCARDING)):
+        if patterns := sorted({pattern for part in chosen for pattern in modules.get(part, ())}):
+            policies.append(f"{keep}{WITHIN}{'+'.join(patterns)}")
+    return BESIDE.join(policies)

@@ -33,17 +33,24 @@ def clamp(foreign: Foreign) -> float | None:
 
 
 def written_out(foreign: Foreign) -> bool:
-    """Return whether attention keeps its matrix of tokens x tokens: kernels of torch's own, not fused ones.
-
-    Recomputing the inside of attention has the same effect as a fused kernel.
-    """
+    """Return whether attention makes its matrix of tokens x tokens: kernels of torch's own, not fused ones."""
     written = foreign["attention-backend"] in ("unfused", "local")
-    written = written or (foreign["transformer-impl"] == "local" and not foreign["use-flash-attn"])
-    modules = foreign.get("recompute-modules", ["core_attn"])
-    granularity = (
-        "selective" if foreign["recompute-activations"] else foreign["recompute-granularity"]
+    return bool(
+        written or (foreign["transformer-impl"] == "local" and not foreign["use-flash-attn"])
     )
-    return bool(written) and not (granularity == "selective" and "core_attn" in modules)
+
+
+def parts_again(foreign: Foreign) -> tuple[str, ...]:
+    """Return Megatron's names of the parts of a layer that are computed again."""
+    more = ("moe",) if foreign["moe-layer-recompute"] else ()
+    selective = foreign["recompute-activations"] or foreign["recompute-granularity"] == "selective"
+    return (*(foreign.get("recompute-modules") or ["core_attn"]), *more) if selective else more
+
+
+DISCARDING = frozenset({"layernorm", "moe_act", "mla_up_proj"})
+"""The parts whose results Megatron computes again, too; those of others it keeps for the operations behind them."""
+WORDS_OF_PARTS = frozenset({*DISCARDING, "core_attn", "mlp", "moe", "shared_experts"})
+"""The parts of layers that models here have."""
 
 
 def _others_have_biases(foreign: Foreign) -> bool:

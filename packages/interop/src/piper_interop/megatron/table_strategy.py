@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from piper_interop.megatron.degrees import degrees
-from piper_interop.megatron.table_model import FAST, LESS, MORE, SLOW, exchanged, mixture
+from piper_interop.megatron.table_model import (
+    FAST,
+    LESS,
+    MORE,
+    SLOW,
+    WORDS_OF_PARTS,
+    exchanged,
+    mixture,
+    parts_again,
+)
 from piper_interop.neutral.foreign import Foreign
 from piper_interop.neutral.options import (
     Ignored,
@@ -220,20 +229,20 @@ STRATEGY: OptionTable = {
     "recompute-method": Mapped("recompute"),
     "recompute-num-layers": Mapped("recompute: layers, or group"),
     "recompute-activations": Mapped("recompute, as --recompute-granularity selective"),
-    "recompute-modules": Nearest(
-        "parts of a layer other than attention's inside are kept", f"{MORE}, {FAST}", unless=(None, ["core_attn"])
+    "recompute-modules": (
+        Unsupported(
+            "recomputation of a part that no layer here has",
+            "take these with --set: core_attn, layernorm, mla_up_proj, mlp, moe, moe_act, shared_experts",
+            when=lambda f: not WORDS_OF_PARTS.issuperset(parts_again(f)),
+        ),
+        Mapped("recompute: modules"),
     ),
-    "moe-layer-recompute": Nearest("results inside of experts are kept", f"{MORE}, {FAST}"),
+    "moe-layer-recompute": Mapped("recompute: modules"),
     "distribute-saved-activations": Nearest("kept inputs whole on each tp device", MORE),
     "checkpoint-activations": Unsupported("an option that Megatron itself refuses", "give --recompute-granularity"),
     # precision
     "bf16": Mapped("precision: compute in bfloat16, masters in float32"),
-    "fp16": Unsupported(
-        "float16 with a scaled loss",
-        "give --set --bf16 without it",
-        stand_in="bf16",
-        how="as bfloat16, without a scale: as fast within a pass over the gradients",
-    ),
+    "fp16": Mapped("precision: compute in float16, masters in float32, a scaled loss"),
     "fp8-format": _low("fp8"),
     "fp4-format": _low("fp4"),
     "fp8-*": Ignored("a part of --fp8-format"),
@@ -257,10 +266,11 @@ STRATEGY: OptionTable = {
     "exp-avg-dtype": Nearest("float32", MORE, unless=("fp32",)),
     "exp-avg-sq-dtype": Nearest("float32", MORE, unless=("fp32",)),
     "disable-bf16-reduced-precision-matmul": Ignored("clusters say how fast products are"),
-    "loss-scale*": Ignored("a part of --fp16"),
-    "initial-loss-scale": Ignored("a part of --fp16"),
-    "min-loss-scale": Ignored("a part of --fp16"),
-    "hysteresis": Ignored("a part of --fp16"),
+    "loss-scale": Mapped("precision: loss_scale"),
+    "loss-scale-window": Mapped("precision: loss_scale"),
+    "initial-loss-scale": Mapped("precision: loss_scale"),
+    "min-loss-scale": Mapped("precision: loss_scale"),
+    "hysteresis": Mapped("precision: loss_scale"),
     # optimizer
     "optimizer": (
         Nearest("AdamW", MORE, when=lambda f: f["optimizer"] == "sgd"),

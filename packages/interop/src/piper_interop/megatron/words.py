@@ -53,6 +53,7 @@ WHOLE: dict[str, int | None] = {
     "ddp-num-buckets": None,
     "recompute-num-layers": None,
     "cpu-offloading-num-layers": 0,
+    "hysteresis": 2,
 }
 """The options of whole numbers, with the default."""
 
@@ -68,6 +69,10 @@ REAL: dict[str, float | None] = {
     "mtp-loss-scaling-factor": 0.1,
     "clip-grad": 1.0,
     "lr": None,
+    "loss-scale": None,
+    "initial-loss-scale": 2.0**32,
+    "min-loss-scale": 1.0,
+    "loss-scale-window": 1000.0,
 }
 """The options of numbers, with the default."""
 
@@ -161,6 +166,7 @@ SWITCHES = (
     "accumulate-allreduce-grads-in-fp32",
     "bf16",
     "fp16",
+    "moe-layer-recompute",
     "recompute-activations",
     "decrease-batch-size-if-needed",
     "cross-entropy-loss-fusion",

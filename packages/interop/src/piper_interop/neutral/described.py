@@ -63,7 +63,7 @@ class Recomputation:
     """Say which layers compute their activations again, and from which tensors: the directive `recompute`.
 
     Attributes:
-        keep: the policy, such as "inputs" or "products".
+        keep: the policy, such as "inputs" or "products"; with "@" and patterns behind it, inside of modules.
         layers: the number of layers, from the first; their numbers, if others are chosen; None for all.
         group: neighbouring layers that are made again as one.
     """
@@ -146,6 +146,22 @@ ORIGINS = ("sizes", "job", "mesh", "tp", "cp", "ep", "pp", "batch", "loss", "rec
 """The lines of a FILE.py that name the options that they come from."""
 
 
+USUAL_SCALE = {
+    "initial": 65536.0,
+    "growth": 2.0,
+    "backoff": 0.5,
+    "interval": 2000,
+    "hysteresis": 1,
+    "least": 1.0,
+}
+"""The defaults of `piper.LossScale`."""
+
+
+def loss_scale(**fields: float) -> tuple[tuple[str, float], ...]:
+    """Return the fields of a scale that are not the defaults."""
+    return tuple((name, value) for name, value in fields.items() if value != USUAL_SCALE[name])
+
+
 @dataclass(frozen=True)
 class JobDescription:
     """Describe a job and its strategy.
@@ -162,6 +178,8 @@ class JobDescription:
         params: the dtype of parameters, gradients' sums and optimizer states.
         compute: the dtype of forward and backward.
         reduce: the dtype of gradients in messages.
+        loss_scale: with float16, the fields of `piper.LossScale` that are not its defaults, or ("fixed", SCALE) for a
+            scale that stays.
         clip_norm: the largest norm of the gradients; None for no bound.
         lr: the learning rate.
         parameters: the count that the system itself says; None if it says none.
@@ -186,6 +204,7 @@ class JobDescription:
     stack: str = ""
     notes: tuple[str, ...] = ()
     loss_tiles: int = 1
+    loss_scale: tuple[tuple[str, float], ...] = ()
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property

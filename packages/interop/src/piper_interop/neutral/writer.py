@@ -8,6 +8,7 @@ from typing import Any
 
 from piper_interop.neutral.described import DeviceLayout, JobDescription, Recomputation, literal
 from piper_ir.ground.errors import JobError
+from piper_ir.program.ops import BESIDE, WITHIN
 
 COLUMNS = 120
 
@@ -72,7 +73,7 @@ def job_lines(described: JobDescription) -> Iterator[str]:
     arguments = [
         f"global_batch={described.global_batch}",
         f"length={described.length}",
-        f"precision=piper.Precision({precision}{_kept(described)})",
+        f"precision=piper.Precision({precision}{_kept(described)}{_scale(described)})",
     ]
     if described.clip_norm:
         arguments.append(f"clip_norm={described.clip_norm!r}")
@@ -85,6 +86,16 @@ def _kept(described: JobDescription) -> str:
     """Return the precision of a mixture's router, whose rounded scores would send tokens to other experts."""
     mixture = "experts" in described.sizes.fields and described.compute != described.params
     return ', keep={"*.router.*": "float32"}' if mixture else ""
+
+
+def _scale(described: JobDescription) -> str:
+    """Return how the loss is scaled, unless as it is by default."""
+    named = dict(described.loss_scale)
+    if not named:
+        return ""
+    fixed = named.get("fixed")
+    scale = f"piper.LossScale({_arguments(named)})" if fixed is None else repr(fixed)
+    return f", loss_scale={scale}"
 
 
 def _strategy(described: JobDescription) -> Iterator[str]:
@@ -108,7 +119,13 @@ def _strategy(described: JobDescription) -> Iterator[str]:
                     subsequent_indent="        # ",
                     break_on_hyphens=False,
                 )
-            yield line
+            yield from wrap(
+                line,
+                COLUMNS,
+                subsequent_indent=" " * 12,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
     yield "    ),"
     yield "    global_batch=job.global_batch,"
     yield ")"
@@ -168,7 +185,11 @@ def _recompute(recompute: Recomputation) -> str:
     if isinstance(recompute.layers, int):
         layers = f"range({recompute.layers})"
     group = "" if recompute.group == 1 else f", group={recompute.group}"
-    return f"piper.recompute(where(layer={layers}), keep={literal(recompute.keep)}{group})"
+    keep, inside = recompute.keep, ""
+    if WITHIN in keep and BESIDE not in keep:
+        keep, _, modules = keep.partition(WITHIN)
+        inside = f", modules={literal(tuple(modules.split('+')))}"
+    return f"piper.recompute(where(layer={layers}), keep={literal(keep)}{group}{inside})"
 
 
 def _replicated(layout: DeviceLayout) -> dict[str, Any]:

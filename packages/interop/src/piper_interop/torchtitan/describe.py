@@ -32,7 +32,7 @@ SCHEDULES = {
 """The recipes here by torch's names of schedules in small letters, and whether a device has several stages."""
 TWO_STAGES = ("zbv", "dualpipe_v")
 """The recipes that have two stages on each device."""
-KEEP = {"FullAC": "inputs", "SelectiveAC": "products", "MemoryBudgetAC": "products"}
+KEEP = {"FullAC": "inputs", "SelectiveAC": "products/2", "MemoryBudgetAC": "products"}
 """The policies here by the kinds of activation checkpointing."""
 
 
@@ -263,9 +263,10 @@ def _recompute(foreign: Foreign) -> tuple[tuple[Recomputation, ...], tuple[str, 
         raise JobError(
             f"{foreign.source}: activation_checkpoint={kind} cannot be said here; accepted are {', '.join(KEEP)}"
         )
+    experts = "experts" in foreign.facts["sizes"].fields
+    mixed = "selective checkpointing keeps no products of experts; here it keeps every second one: predicted too fast, "
     notes = {
-        "SelectiveAC": "selective checkpointing keeps every second product; here all products are kept: predicted too "
-        "fast, with too much memory",
+        **({"SelectiveAC": f"{mixed}with too much memory"} if experts else {}),
         "MemoryBudgetAC": "a budget of memory decides what is kept; here all products are kept: memory may differ in "
         "both directions",
     }

@@ -14,7 +14,7 @@ from piper_ir.ground.errors import JobError
 FILE = "torchtitan.args"
 NAMES = {recipe: name for name, (recipe, _) in SCHEDULES.items()}
 """The names of schedules in torchtitan, in small letters, by the recipes here."""
-CHECKPOINTING = {"inputs": "full", "products": "selective"}
+CHECKPOINTING = {"inputs": "full", "products/2": "selective"}
 """The names of activation checkpointing in torchtitan by the policies here."""
 
 
@@ -65,7 +65,8 @@ def _lacking(described: JobDescription) -> Iterator[str]:
         yield f"experts over replicas beside {', '.join(nearest)}; the nearest is over={(*nearest, 'ep')!r}"
     for part in described.recompute:
         if part.keep not in CHECKPOINTING or part.layers is not None or part.group > 1:
-            yield f"recompute(keep={part.keep!r}) of some layers; the nearest is keep='inputs' for all layers"
+            instead = "products/2" if part.keep.startswith("products") else "inputs"
+            yield f"recompute(keep={part.keep!r}) of some layers; the nearest is keep={instead!r} for all layers"
     if len(described.recompute) > 1:
         yield "several policies of recomputation; the nearest is keep='inputs' for all layers"
     if "layers" not in described.sizes.fields and layout.pp > 1:

@@ -62,7 +62,7 @@ _TABLES = {
 }
 _KEYWORDS = {
     "+", "|", "node", "reads", "writes", "holding", "frees", "waits", "allocs", "takes",
-    "weighted", "clip", "holds", "once", "over", "keeping", "apart",
+    "weighted", "clip", "scaled", "holds", "once", "over", "keeping", "apart",
 }  # fmt: skip
 _BARE = re.compile(r'[^\s"@#|+{\[][^\s"]*\Z')
 
@@ -134,8 +134,8 @@ def _op(op: Op) -> list[str]:
             | Recv(channel=subject)
         ):
             names = (subject,)
-        case Seed(value=value, dtype=dtype):
-            settings = [json.dumps(value), written_word(dtype)]
+        case Seed(value=value, dtype=dtype, scaled=scaled):
+            settings = [json.dumps(value), written_word(dtype), *["scaled"] * scaled]
         case Add():
             pass
         case SquaredNorm(buckets=buckets, dtype=dtype, once=once, over=over):
@@ -143,11 +143,13 @@ def _op(op: Op) -> list[str]:
             settings = [*_clause("once", once), *_clause("over", over)]
         case Collective(channel=channel, bucket=bucket):
             names = (channel, bucket) if bucket else (channel,)
-        case Update(buckets=names, weighted=weighted, clip=clip, workspace=workspace):
+        case Update(
+            buckets=names, weighted=weighted, clip=clip, workspace=workspace, scaled=scaled
+        ):
             settings = ["weighted"] * weighted + (
                 [] if clip is None else ["clip", json.dumps(clip)]
             )
-            settings += ["holds", str(workspace)] if workspace else []
+            settings += ["scaled"] * scaled + (["holds", str(workspace)] if workspace else [])
         case _:
             assert_never(op)
     return [name, *map(written_word, names), *settings]

@@ -44,23 +44,30 @@ class Liveness:
             is not affine).
         inside: the same segments, with the ops whose kernels hold memory of their own on a CUDA device; empty if no
             kernel does.
+        on_cpu: the same segments, with the ops that a CPU computes written out and a CUDA device by a kernel; empty if
+            there are none.
     """
 
     consumed: tuple[int, ...] = ()
     segments: tuple[tuple[Dim, ...], ...] = ((),)
     inside: tuple[tuple[Inside, ...], ...] = ()
+    on_cpu: tuple[tuple[Dim, ...], ...] = ()
 
     def bind(self, rows: int) -> Liveness:
         """Return the bytes at a number of rows."""
-        segments = tuple((max((bind(d, rows) for d in s), default=0),) for s in self.segments)
+        segments, on_cpu = (
+            tuple((max((bind(d, rows) for d in s), default=0),) for s in all_of)
+            for all_of in (self.segments, self.on_cpu)
+        )
         inside = tuple((Inside(max(i.bytes(rows) for i in s)),) if s else () for s in self.inside)
-        return Liveness(self.consumed, segments, inside)
+        return Liveness(self.consumed, segments, inside, on_cpu)
 
     def peak(self, dying: Mapping[int, int], device: str = "") -> int:
         """Return the most bytes above those held before the step; sizes must be bound.
 
-        `dying` maps indexes into reads to bytes, for the inputs that die here. With `device` "cuda" it counts the
-        workspace of kernels, too. Raises PlanError if entries are missing, as in a file that was edited.
+        `dying` maps indexes into reads to bytes, for the inputs that die here. The workspace of kernels
+        is that of a CUDA device if `device` is "cuda", else that of a CPU. Raises PlanError if entries are missing, as
+        in a file that was edited.
         """
         if len(self.segments) != len(self.consumed) + 1 or len(self.inside) not in (
             0,
@@ -77,6 +84,8 @@ class Liveness:
             most_held = max([bind(d, 0) for d in segment], default=0)
             if device == "cuda" and self.inside:
                 most_held = max((most_held, *(k.bytes(0) for k in self.inside[i])))
+            elif device != "cuda" and self.on_cpu:
+                most_held = max((most_held, *(bind(d, 0) for d in self.on_cpu[i])))
             peak = max(peak, most_held - freed)
             if i < len(self.consumed):
                 freed += dying.get(self.consumed[i], 0)

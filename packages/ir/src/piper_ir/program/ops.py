@@ -17,6 +17,12 @@ CHECKPOINT = "checkpoint"
 """The coordinate of regions that the model itself puts under torch.utils.checkpoint."""
 HANDS_ON = "!"
 """The mark behind a policy under which R makes the outputs again, too, for the R of later chunks."""
+EVERY = "/"
+"""The mark behind the policy "products" before the number n of which it keeps every n-th."""
+WITHIN = "@"
+"""The mark behind a policy that holds inside of modules only; patterns of their names follow, joined by "+"."""
+BESIDE = "&"
+"""The mark between policies that hold inside of different modules."""
 
 ComputeStep = Literal["F", "B", "R", "I", "W"]
 
@@ -35,10 +41,14 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """Write the gradient of the step's loss with respect to this microbatch's loss: a scalar."""
+    """Write the gradient of the step's loss with respect to this microbatch's loss: a scalar.
+
+    `scaled` says that the run multiplies it by the scale of the loss, which each Update then divides by.
+    """
 
     value: float
     dtype: str
+    scaled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +156,20 @@ class Update:
         weighted: whether the first read is a weight by which gradients are divided before all else.
         clip: the bound to which the global norm is then scaled down, if any; the op then reads the squared norm.
         workspace: bytes of temporaries that the optimizer holds meanwhile.
+        scaled: whether gradients are divided by the scale of the loss, and the step is skipped if the squared norm,
+            which the op then reads, is not finite.
     """
 
     buckets: tuple[str, ...]
     weighted: bool = False
     clip: float | None = None
     workspace: int = 0
+    scaled: bool = False
+
+    @property
+    def normed(self) -> bool:
+        """Return whether it reads the squared norm of the gradient."""
+        return self.scaled or self.clip is not None
 
 
 Op = (

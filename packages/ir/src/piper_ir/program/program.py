@@ -268,7 +268,9 @@ class Chunk:
 
     def cost_code(self, step: Step) -> str:
         """Return the code under which costs know a step: all but R take as long under any policy of recomputation."""
-        return self.code if step == "R" else self.code.removesuffix(variant_name("", self.keep))
+        if step == "R" or self.keep == KEEP_ALL:
+            return self.code
+        return self.code.partition(variant_name("", ""))[0]
 
     def bind(self, rows: int) -> Chunk:
         """Return the chunk at a number of rows."""

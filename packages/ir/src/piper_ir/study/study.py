@@ -99,6 +99,9 @@ class StudyDocument:
         objective: the quantity that the search minimises.
         repeated: how many proposals made a plan that was known already.
         exhausted: whether every candidate of the space was proposed.
+        interval_share: the share by which 80 % of published runs are at most longer than predicted; 0 if durations are
+            given or measured.
+        interval_stack: name of the software stack whose runs say so; "" for none.
     """
 
     FORMAT: ClassVar[str] = "Study"
@@ -115,6 +118,8 @@ class StudyDocument:
     objective: str = "period"
     repeated: int = 0
     exhausted: bool = False
+    interval_share: float = 0.0
+    interval_stack: str = ""
 
     def dumps(self) -> str:
         """Return the study as JSON with a line per row."""

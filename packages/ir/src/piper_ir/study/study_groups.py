@@ -8,6 +8,7 @@ from itertools import combinations
 from typing import Any
 
 from piper_ir.study.study import Row, objective_of
+from piper_ir.tools import time_text
 
 EQUAL = 1e-3
 """The relative difference in objective or memory up to which candidates count as equal."""
@@ -89,6 +90,37 @@ def indifferent_text(rows: Sequence[Row]) -> str:
         for name, count in indifferent(rows).items()
     ]
     return f"make no difference of {EQUAL:.1%} or more: {', '.join(phrases)}" if phrases else ""
+
+
+def interval_text(rows: Sequence[Row], best: Row | None, share: float, stack: str) -> str:
+    """Return a line about the interval of the best candidate, and how many others are within it.
+
+    Args:
+        rows: The candidates.
+        best: The best one.
+        share: The share by which 80 % of published runs are at most longer than predicted, `interval_share`.
+        stack: Name of the software stack whose runs say so; "" for none.
+
+    Returns "" if there is no interval, or the best candidate was measured.
+    """
+    if not share or best is None or best.period_s is None or best.measured_period_s is not None:
+        return ""
+    ends = (time_text(best.period_s / (1 + share)), time_text(best.period_s * (1 + share)))
+    whose = f"published runs of {stack}" if stack else "published runs"
+    near = [
+        row
+        for row in rows
+        if row.state == "complete"
+        and row.number != best.number
+        and objective_of(row) <= objective_of(best) * (1 + share)
+    ]
+    others = (
+        f"{len(near)} other candidate{'s are' if len(near) > 1 else ' is'} within it, so that only a run tells which is "
+        f"faster (--confirm)"
+        if near
+        else "no other candidate is within it"
+    )
+    return f"best {time_text(best.period_s)} ({ends[0]} to {ends[1]}: 80 % of {whose} fall inside); {others}"
 
 
 def folded_text(group: FoldedRows) -> str:

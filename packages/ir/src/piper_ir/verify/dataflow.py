@@ -264,12 +264,12 @@ class _Dataflow:
         reads = list(part.reads)
         if op.weighted:
             yield from self._weight_problems(self._origin[reads.pop(0)])
-        if op.clip is not None:
+        if op.normed:
             opened = _open(self._origin[reads.pop(0)])
             wanted = Counter([self._norm(bucket, opened) for bucket in self._plan.buckets])
             if opened != wanted:
                 yield (
-                    f": the norm that it clips by is not the sum over each bucket, once: "
+                    f": the norm that it reads is not the sum over each bucket, once: "
                     f"{_difference(opened, wanted)}"
                 )
 

@@ -59,6 +59,9 @@ def _table_problems(plan: Plan, variant: Chunk) -> Iterator[str]:
     for port in variant.steps["R"].reads if "R" in variant.steps else ():
         if not port.startswith(("in", "out")) and port not in forward:
             yield f"R reads {port}, which is neither an input nor kept by F"
+    read = {port for step in variant.steps.values() for port in step.reads}
+    for port in sorted({*forward} - read):
+        yield f"F keeps {port}, which no step reads"
     changed = {o.ref for c in plan.chunks for o in c.outputs if o.kind == "buffer"}
     for port in variant.steps["R"].reads if "R" in variant.steps else ():
         entry = variant.inputs[int(port[2:])] if port.startswith("in") else None

@@ -67,16 +67,20 @@ def check_reductions(findings: Findings, orders: dict[str, HappensBefore]) -> No
 
 
 def _check_clips(findings: Findings, updates: Iterable[tuple[RolePlan, int, Update]]) -> None:
-    """Check that the bound of the global norm is one number for the whole gradient."""
-    clips: dict[float | None, str] = {}
+    """Check that the whole gradient is clipped to one norm, and that all of it is scaled or nothing."""
+    clips: dict[float | bool | None, str] = {}
+    scales: dict[float | bool | None, str] = {}
     for role, index, op in updates:
-        if op.buckets and op.clip not in clips:
-            clips[op.clip] = role.role
-            if len(clips) > 1:
-                bounds = ", ".join(f"{clip} on {where}" for clip, where in clips.items())
-                findings.add(
-                    "R26-scale", f"gradients are clipped differently: {bounds}", role, index
-                )
+        if not op.buckets:
+            continue
+        for done, by, known in (("clipped", op.clip, clips), ("scaled", op.scaled, scales)):
+            if by not in known:
+                known[by] = role.role
+                if len(known) > 1:
+                    differ = ", ".join(f"{value} on {where}" for value, where in known.items())
+                    findings.add(
+                        "R26-scale", f"gradients are {done} differently: {differ}", role, index
+                    )
 
 
 class _Touched:

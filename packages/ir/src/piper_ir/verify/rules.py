@@ -69,7 +69,7 @@ RULES: dict[str, str] = {
     "R32-contributions": "who adds to gradients that ranks share adds to one buffer, which is scattered after the "
     "last who adds, and folded once",
     "R33-recompute": "a chunk follows one policy in a microbatch; R reads what its F read; one of the two writes "
-    "each saved port",
+    "each saved port, and F none that no step reads",
     "R34-accumulation": "in a microbatch, a chunk adds once to the gradient of each of its "
     "parameters that wants one",
     # devices that share chunks

@@ -101,9 +101,9 @@ class Signatures:
                 reads, writes = (first, []) if isinstance(op, Send) else ([], first)
             case Collective():
                 reads, writes = self._collective(op, first)
-            case Update(weighted=weighted, clip=clip):
+            case Update():
                 scalars = [TensorSpec((), kinds[v][0].dtype) for v in part.reads] + first * 2
-                reads = scalars[: int(weighted) + int(clip is not None)]
+                reads = scalars[: int(op.weighted) + int(op.normed)]
             case Compute():
                 reads, writes = self._step(op)
             case _:

@@ -52,9 +52,23 @@ def _scale_problem(plan: Plan, op: Op) -> str:
         expected = 1 / (plan.microbatches * plan.replicas) if plan.loss_kind == "mean" else 1.0
         if not isclose(op.value, expected, rel_tol=1e-12):
             return f"the loss gradient starts from {op.value!r}; {expected!r} is expected"
+        if op.scaled != _is_scaled(plan):
+            return f"scaled is {op.scaled}, but the updates have scaled={not op.scaled}"
     elif isinstance(op, Update) and op.weighted != (plan.loss_kind == "sum") and not plan.evaluates:
         return f"weighted is {op.weighted}, but the loss is a {plan.loss_kind}"
     return ""
+
+
+def _is_scaled(plan: Plan) -> bool:
+    """Return whether the first update divides gradients by the scale of the loss; R26 says that all do alike."""
+    updates = (
+        part.op
+        for role in plan.roles
+        for instr in reversed(role.program)
+        for part in instr.parts
+        if isinstance(part.op, Update)
+    )
+    return next((op.scaled for op in updates), False)
 
 
 def _check_runs(

@@ -31,14 +31,12 @@ from piper_ops.attention.sdpa_kernels import (
     aligned_bias,
     cpu_mask,
 )
+from piper_ops.costing.attention_lowerings import cuda_lowerings, taken_shapes
 from piper_ops.costing.costs import call_of
 from piper_ops.costing.registry import Call
 from piper_ops.experts import experts, rounds
 from piper_ops.ground.library import OP_KERNELS, accumulate_dtype
 from piper_ops.pointwise import losses, norms, vocabulary
-
-CAPABILITIES = ((8, 0), (9, 0))
-"""The compute capabilities whose lowerings are compared; later devices choose as one of these does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +86,8 @@ def cpu_workspace(
 def _attention_on_cpu(call: Call) -> int:
     """Count the mask, copies, and a second logsumexp, since the kernel gives it with the heads innermost."""
     mask, causal = call.args["mask"] is not None, call.args["is_causal"]
-    chosen = attention_lowering("cpu", *_taken(call), masked=mask, is_causal=causal)
+    chosen = attention_lowering("cpu", *taken_shapes(call), masked=mask, is_causal=causal)
     return _math(call) if chosen.fallback else _around(call, _Fused("cpu_flash"))
-
-
-def _taken(call: Call) -> tuple[torch.dtype, torch.Size, torch.Size, torch.Size]:
-    q, k, v = (call.tensor(name) for name in "qkv")
-    return q.dtype, q.shape, k.shape, v.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,12 +325,7 @@ def _attention_dgrad(call: Call) -> Workspace:
 
 
 def _most(call: Call, of: Callable[[LoweringName], int]) -> int:
-    mask, causal = call.args["mask"] is not None, call.args["is_causal"]
-    lowerings = [
-        attention_lowering("cuda", *_taken(call), masked=mask, is_causal=causal, capability=c)
-        for c in CAPABILITIES
-    ]
-    return max(of(name) for name in {lowering.name for lowering in lowerings})
+    return max(of(name) for name in cuda_lowerings(call))
 
 
 def _fused_dgrad(call: Call, name: LoweringName) -> int:

@@ -29,6 +29,8 @@ class Metric:
         metrics: values of the job's own metrics.
         evaluation: the loss and these metrics on the job's eval_data; in the file their names begin with "eval_".
         evaluation_s: seconds of the evaluation.
+        loss_scale: the scale of the step's loss.
+        skipped: whether the optimizer's step was skipped.
     """
 
     step: int
@@ -42,6 +44,8 @@ class Metric:
     metrics: Mapping[str, float] = field(default_factory=dict)
     evaluation: Mapping[str, float] = field(default_factory=dict)
     evaluation_s: float | None = None
+    loss_scale: float | None = None
+    skipped: bool | None = None
 
 
 def read_metrics(path: Path, plan: Plan | None) -> tuple[tuple[Metric, ...], ExpertHistory | None]:

@@ -11,7 +11,7 @@ from piper_ir.ground.expert_tokens import LOAD_NOT_MEASURED
 from piper_ir.ground.trace import Trace
 from piper_ir.plan.plan import Plan
 from piper_ir.study.study import Row, limit_text
-from piper_ir.study.study_groups import indifferent_text
+from piper_ir.study.study_groups import indifferent_text, interval_text
 from piper_ir.tools import time_text, write_whole
 from piper_report.facts.clocks import NOTE, aligned
 from piper_report.facts.results import HANG_FILE, Results, WhyTable, load
@@ -197,6 +197,8 @@ def facts_of(results: Results) -> list[tuple[str, str]]:
         facts.append(("tuned for", text))
         best = next((t for t in study.trials if t.number == study.best), None)
         facts.append(("best candidate", "none was found" if best is None else _told(best)))
+        within = interval_text(study.trials, best, study.interval_share, study.interval_stack)
+        facts += [("interval", within)] if within else []
         facts += [("one word more", text) for text in study.advice]
         facts += [("parameters that", text)] if (text := indifferent_text(study.trials)) else []
     return facts

@@ -145,6 +145,7 @@ def _described(
         groups=tuple(reports[0].groups),
         schedule_state=reports[0].schedule,
         counters=counters,
+        loss_scale=reports[0].loss_scale,
         numbers=numbers,
         data=data,
     )

@@ -128,6 +128,7 @@ class SnapshotWriter:
             tuple(copied),
             optimizer_numbers(rank, self._portion),
             group_settings(rank.optimizer.groups),
+            rank.scale_state,
         )
 
 

@@ -30,6 +30,7 @@ class CheckpointMeta:
         group_of: the index of the group of each trained parameter.
         schedule: the class name of the learning-rate schedule; None without one.
         schedule_state: the schedule's state, as far as JSON holds it.
+        loss_scale: the scale of the loss, see `RunningScale.state`; empty if it is not scaled.
         counters: the steps that the optimizer has counted, by parameter.
         numbers: the optimizer's state beside tensors, by name in the checkpoint.
         trained: the parameters that are trained.
@@ -62,6 +63,7 @@ class CheckpointMeta:
     versions: Mapping[str, str] = field(default_factory=dict)
     group_of: Mapping[str, int] = field(default_factory=dict)
     run: str = ""
+    loss_scale: Mapping[str, float] = field(default_factory=dict)
 
 
 def data_of(job: Job, step: int) -> dict[str, Any]:

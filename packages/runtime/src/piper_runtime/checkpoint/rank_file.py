@@ -32,6 +32,7 @@ class SaveDone:
         optimizer: the class name of the optimizer, and of its schedule.
         groups: the settings of the optimizer's groups.
         schedule: the state of the schedule.
+        loss_scale: the scale of the loss, see `RunningScale.state`; empty if it is not scaled.
         problem: why the rank could not write; empty when it could.
         copied_s: seconds of copying the state to the host.
         blocked_s: seconds for which the rank did not train, these among them; without waiting for the save before.
@@ -46,6 +47,7 @@ class SaveDone:
     optimizer: tuple[str, str | None] = ("", None)
     groups: list[dict[str, Any]] = field(default_factory=list)
     schedule: dict[str, Any] = field(default_factory=dict)
+    loss_scale: dict[str, float] = field(default_factory=dict)
     problem: str = ""
     copied_s: float = 0.0
     blocked_s: float = 0.0

@@ -91,6 +91,7 @@ class RankSaver:
             rank.rank, done, numbers=optimizer_numbers(rank, portion), counters=step_counters(rank, portion),
             optimizer=rank.optimizer.kinds, groups=group_settings(rank.optimizer.groups),
             schedule=plain_settings(rank.optimizer.schedule_state), copied_s=copied_s,
+            loss_scale=rank.scale_state,
         )  # fmt: skip
         contents = [(copy, state.ranges) for copy, state in zip(copies, states, strict=True)]
         self._last = done

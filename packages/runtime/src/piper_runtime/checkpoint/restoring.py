@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ class Restore:
         tensors: the places of the tensors that the rank needs.
         numbers: the optimizer's state beside tensors, by name.
         groups: the settings of the optimizer's groups.
+        loss_scale: the scale of the loss, see `RunningScale.state`; empty if it was not scaled.
         weights_only: whether there is no optimizer state, since no step was done.
     """
 
@@ -49,6 +50,7 @@ class Restore:
     numbers: Mapping[str, Any]
     groups: tuple[Mapping[str, Any], ...] = ()
     weights_only: bool = False
+    loss_scale: Mapping[str, float] = field(default_factory=dict)
 
 
 def restore_of(saved: SavedRun | HostSnapshot, names: Collection[str]) -> Restore:
@@ -56,7 +58,10 @@ def restore_of(saved: SavedRun | HostSnapshot, names: Collection[str]) -> Restor
     wanted = {*names}
     if isinstance(saved, HostSnapshot):
         copied = {key: t for key, t in saved.tensors.items() if _name(key) in wanted}
-        return Restore(str(saved.folder), copied, _of_names(saved.numbers, wanted), saved.groups)
+        numbers = _of_names(saved.numbers, wanted)
+        return Restore(
+            str(saved.folder), copied, numbers, saved.groups, loss_scale=saved.loss_scale
+        )
     folder = str(saved.path)
     tensors = {
         key: DcpTensor(folder, t) for key, t in saved.tensors.items() if _name(key) in wanted
@@ -67,6 +72,7 @@ def restore_of(saved: SavedRun | HostSnapshot, names: Collection[str]) -> Restor
         _of_names(saved.meta.numbers, wanted),
         saved.meta.groups,
         saved.weights_only,
+        saved.meta.loss_scale,
     )
 
 
@@ -108,6 +114,8 @@ def restore(
             for bucket in rank.store.buckets:
                 _make_states(rank, bucket, saved, kept)
             _restore_groups(rank, saved)
+        if rank.loss_scale is not None:
+            rank.loss_scale.load(saved.loss_scale)
         for read, state in enumerate(rank_tensors(rank)):
             beat(read)
             _fill(state, saved)

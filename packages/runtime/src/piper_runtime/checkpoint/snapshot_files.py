@@ -43,12 +43,14 @@ class SnapshotIndex:
         states: the flat tensors in the bytes.
         numbers: the optimizer's state beside tensors, by name.
         groups: the settings of the optimizer's groups.
+        loss_scale: the scale of the loss, see `RunningScale.state`; empty if it is not scaled.
     """
 
     step: int
     states: tuple[CopiedState, ...]
     numbers: Mapping[str, Number]
     groups: Sequence[Mapping[str, Any]]
+    loss_scale: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,7 @@ class HostSnapshot:
         numbers: the optimizer's state beside tensors, by name.
         groups: the settings of the optimizer's groups.
         folder: the folder of the files.
+        loss_scale: as in `SnapshotIndex`.
     """
 
     step: int
@@ -131,6 +134,7 @@ class HostSnapshot:
     numbers: Mapping[str, Number]
     groups: tuple[Mapping[str, Any], ...]
     folder: Path
+    loss_scale: Mapping[str, float]
 
     def drop_others(self) -> None:
         """Delete the other files in its folder."""
@@ -207,5 +211,7 @@ def _joined(
                 )
                 forms[found.key] = dtype, found.shape
     tensors = {key: CopiedTensor(*forms[key], tuple(found)) for key, found in pieces.items()}
-    groups = tuple(next(iter(copies.values()))[1].groups)
-    return HostSnapshot(step, tuple(sorted(copies)), tensors, numbers, groups, folder)
+    any_of = next(iter(copies.values()))[1]
+    return HostSnapshot(
+        step, tuple(sorted(copies)), tensors, numbers, tuple(any_of.groups), folder, any_of.loss_scale
+    )  # fmt: skip

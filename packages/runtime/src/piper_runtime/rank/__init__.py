@@ -12,6 +12,7 @@ from piper_runtime.rank.binding.rank_state import RankJob
 from piper_runtime.rank.binding.same_model import check_same_model
 from piper_runtime.rank.job.job import InitialState, Job, materialize
 from piper_runtime.rank.job.job_evaluation import of_loss, of_outputs
+from piper_runtime.rank.job.loss_scale import LossScale
 from piper_runtime.rank.job.precision import Precision
 from piper_runtime.rank.optimizers.optimizer_groups import OptimizerSpec, optimizer_spec
 from piper_runtime.rank.optimizers.optimizer_kinds import (
@@ -48,6 +49,7 @@ __all__ = [
     "InitialState",
     "Job",
     "KEEPS_TO",
+    "LossScale",
     "OptimizerSpec",
     "Precision",
     "RECIPE_MARK",

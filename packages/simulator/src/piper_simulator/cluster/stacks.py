@@ -72,7 +72,6 @@ class Stack:
             counts.
         loss_bytes: bytes read and written per logit by a cross-entropy, forward and backward; () as `lowering` says.
         loss_keeps: bytes per logit that are held at the loss beside the tensors of the plan.
-        dropout_bytes: bytes per score of attention that dropout reads and writes in a pass, where the plan has none.
         tile_s: seconds in which a wave of tiles of a matrix product starts and ends.
         gradients: messages of data parallelism run "beside" the backward, or "behind" it.
         messages: name of a table of measured messages in the folder data, for the links of its devices; "" if none.
@@ -103,7 +102,6 @@ class Stack:
     passes: Annotated[Mapping[str, Positive], mapping(POSITIVE)] = field(default_factory=dict)
     loss_bytes: Annotated[tuple[float, ...], list_of(NOT_NEGATIVE)] = ()
     loss_keeps: NotNegative = 0.0
-    dropout_bytes: NotNegative = 0.0
     tile_s: NotNegative = 0.0
     gradients: Literal["beside", "behind"] = "beside"
     messages: str = ""

@@ -14,6 +14,7 @@ from typing import ClassVar, Protocol
 from piper_ir.ground.trace import Source
 from piper_ir.plan.plan import Instr, Plan, RolePlan
 from piper_ir.program.costs import Costs
+from piper_ir.program.program import Program
 from piper_simulator.cluster.cluster import Cluster
 
 
@@ -106,7 +107,7 @@ def work_of(model: CostModel, plan: Plan) -> list[Work]:
     return done
 
 
-def given_only(plan: Plan) -> bool:
-    """Return whether all compute of a plan has given durations (a synthetic program); other ops then take no time."""
+def given_only(plan: Plan | Program) -> bool:
+    """Return whether all compute has given durations (a synthetic program); other ops then take no time."""
     costs = [sig.cost for chunk in plan.chunks for sig in chunk.steps.values()]
     return bool(costs) and all(c.seconds is not None for c in costs)

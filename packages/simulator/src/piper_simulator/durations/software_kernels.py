@@ -12,8 +12,6 @@ A plan has a kernel for each operator of the model. Software joins them, or adds
     joined                   queries, keys and values are one product, and gate and up: their input gradients are one
                              tensor, and no kernels add them up
     passes                   an operator, or one of a step ("W.add"), moves more or fewer bytes than the plan counts
-    dropout_bytes            dropout of the scores of attention, where the plan has no dropout: a pass over as many
-                             elements as a softmax has
     loss_bytes               a cross-entropy moves so many bytes per logit
 """
 
@@ -22,12 +20,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from piper_ir.ground.sizes import ITEM_BYTES, bind
+from piper_ir.ground.sizes import bind
 from piper_ir.program.program import Kernel, Step
 from piper_simulator.cluster.stacks import Stack
 
-_SOFTMAX = {"_softmax": 2, "_softmax_backward_data": 3}
-"""The tensors that a softmax reads and writes, forward and backward."""
+_SOFTMAX = frozenset({"_softmax", "_softmax_backward_data"})
 _DROPOUT = "native_dropout"
 HALF = frozenset({"bfloat16", "float16"})
 
@@ -44,8 +41,6 @@ def run_kernels(stack: Stack, kernels: Sequence[Kernel], step: Step) -> Sequence
         kernels = list(_joined_products(kernels, step))
     if stack.loss_bytes or stack.passes:
         kernels = [_as_counted(stack, k, step) for k in kernels]
-    if stack.dropout_bytes and not any(k.op.startswith(_DROPOUT) for k in kernels):
-        kernels = [*kernels, *_dropouts(kernels, stack.dropout_bytes)]
     if stack.runs == "fused":
         kernels = list(_fused(stack, kernels))
     return kernels
@@ -122,14 +117,6 @@ def _fits(before: Kernel, after: Kernel, free: int) -> bool:
     return all(
         a == b for k, (a, b) in enumerate(zip(before.dims, after.dims, strict=True)) if k != free
     )
-
-
-def _dropouts(kernels: Iterable[Kernel], each: float) -> Iterator[Kernel]:
-    """Yield a pass of dropout for each softmax."""
-    for kernel in kernels:
-        if kernel.op in _SOFTMAX:
-            scores = bind(kernel.bytes, 0) / (_SOFTMAX[kernel.op] * ITEM_BYTES[kernel.dtype])
-            yield replace(kernel, op=_DROPOUT, bytes=round(scores * each), flops=round(scores))
 
 
 def _fused(stack: Stack, kernels: Iterable[Kernel]) -> Iterator[Kernel]:

@@ -82,7 +82,7 @@ def updated(plan: Plan, role: RolePlan, op: Update) -> Updated:
     grad, state = sum(sizes["grad"].values()), sum(sizes["optim"].values())
     others = sum(s.nbytes for s in own_states if s.category == "grad") - grad
     item = min((ITEM_BYTES[b.dtype] for b in buckets), default=1)
-    scaled = op.weighted or op.clip is not None
+    scaled = op.weighted or op.normed
     return Updated(param, grad, state, item, len(buckets), scaled, tuple(copies), others)
 
 

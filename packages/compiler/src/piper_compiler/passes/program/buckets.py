@@ -6,6 +6,7 @@ The rules R22-buckets and R23-holders of `piper_ir.verify` check them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from piper_compiler.ports import trains
@@ -120,6 +121,7 @@ def _check_whole(edit: Editor, training: Training) -> None:
         )
 
 
+@lru_cache(64)
 def _shared(policy: Replication) -> Replication:
     """Return a policy without the settings that may differ between the parameters of a bucket."""
     return replace(policy, applied=-1, resident_bytes=0, reduced_bytes=0, prefetch=0, whole_bytes=0)
@@ -140,7 +142,9 @@ def _of_param(policy: Replication, program: Program, param: Param, compute: str)
     )
     if bind(param.spec.numel, 0) * ITEM_BYTES[compute] <= policy.whole_bytes:
         params = ()
-    return replace(policy, over=over, shard=Shards(params, grads, optim))
+    shard = Shards(params, grads, optim)
+    unchanged = (over, shard) == (policy.over, policy.shard)
+    return policy if unchanged else replace(policy, over=over, shard=shard)
 
 
 def _by_completion(edit: Editor) -> list[tuple[Param, Replication, Coord | None]]:

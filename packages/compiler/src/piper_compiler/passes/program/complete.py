@@ -42,13 +42,12 @@ def complete(graph: Graph, training: Training) -> Graph:
     _share(edit)
     _reduce(edit)
     total = _loss_weight(edit) if graph.program.loss_kind == "sum" else {}
-    norm = _gradient_norm(edit) if training.clip is not None else {}
+    norm = _gradient_norm(edit) if training.normed else {}
     for role in edit.roles:
         bucket_ids = tuple(b.id for b in edit.buckets.values() if role in b.roles)
         reads = tuple(v[role] for v in (total, norm) if v)
-        update = Update(
-            bucket_ids, bool(total), training.clip, _update_bytes(edit, bucket_ids, training)
-        )
+        held = _update_bytes(edit, bucket_ids, training)
+        update = Update(bucket_ids, bool(total), training.clip, held, training.scaled)
         edit.add(Node(f"update#{role}", update, {"phase": "U", "op": "update"}, reads, (), role))
     _order_buffers(edit)
     return edit.done()
@@ -399,8 +398,8 @@ def _shared_along(edit: Editor) -> tuple[str, ...]:
             for axes, b in list(along.items())[:2]
         )
         raise CompileError(
-            f"ranks share the states of {some}, and clip_norm needs a norm that is summed along the same axes for "
-            f"all; let replicate share along the same axes everywhere, or leave clip_norm out"
+            f"ranks share the states of {some}, and clip_norm and a loss scale need a norm that is summed along the "
+            f"same axes for all; let replicate share along the same axes everywhere, or leave them out"
         )
     return tuple({axis: None for b in edit.buckets.values() for axis in b.shard.optim})
 

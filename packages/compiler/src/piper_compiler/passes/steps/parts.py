@@ -27,7 +27,7 @@ from piper_ir.ground.node_ids import compute_id
 from piper_ir.ground.sizes import TensorSpec, bind
 from piper_ir.plan.instr_table import PartTemplate, ValueTable
 from piper_ir.plan.plan import Category, is_state
-from piper_ir.program.ops import Collective, Compute, Load, Seed
+from piper_ir.program.ops import Collective, Compute, Load, Seed, Update
 from piper_ir.program.program import Chunk
 from piper_ir.program.program import Step as ChunkStep
 
@@ -89,6 +89,7 @@ class PartMaker:
         self.rows, self.seconds = bound.rows, bound.seconds
         self.count = graph.microbatches
         self.seed = 1.0 / shares if graph.program.loss_kind == "mean" else 1.0
+        self.scaled = any(isinstance(n.op, Update) and n.op.scaled for n in graph.sequence)
         self.places: dict[str, int] = {}
         self.tails: list[str] = []
         self.kinds: list[ValueSpec] = []
@@ -121,9 +122,8 @@ class PartMaker:
         if graph_value.category == "batch":
             part = PartTemplate(f"load.{value}{tail}", tail, Load(value), (), (number,))
         else:
-            part = PartTemplate(
-                f"seed.{value}{tail}", tail, Seed(self.seed, graph_value.spec.dtype), (), (number,)
-            )
+            seed = Seed(self.seed, graph_value.spec.dtype, self.scaled)
+            part = PartTemplate(f"seed.{value}{tail}", tail, seed, (), (number,))
         return Made(part, (), (number,), ())
 
     def node(self, node: Node, held: HeldValues = ()) -> list[Made]:

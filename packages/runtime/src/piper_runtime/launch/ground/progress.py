@@ -89,11 +89,11 @@ class Progress:
         step_s = max(done.finished - self._ended.get(rank, start) for rank, done in found.items())
         self._ended = {rank: done.finished + done.eval_s for rank, done in found.items()}
         experts = experts_of([found[rank].expert_tokens for rank in sorted(found)])
-        first = found[min(found)]  # all ranks have the same norm and the same rates
+        first = found[min(found)]  # all ranks have the same norm, rates and scale
         waited = max(done.batch_s for done in found.values())
         return StepRecord(
             self._next, loss, step_s, waited, experts, first.gradient_norm, first.learning_rates, metrics_of(self._plan, scalars),
-            self._evaluation(found), max(done.eval_s for done in found.values()),
+            self._evaluation(found), max(done.eval_s for done in found.values()), first.loss_scale, first.skipped,
         )  # fmt: skip
 
     def _evaluation(self, found: Mapping[int, StepDone]) -> dict[str, float]:

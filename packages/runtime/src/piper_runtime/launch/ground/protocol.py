@@ -11,6 +11,7 @@ import torch
 from piper_runtime.checkpoint.host_snapshots import SnapshotOptions
 from piper_runtime.checkpoint.restoring import Restore
 from piper_runtime.launch.ground.run_options import RunOptions
+from piper_runtime.rank.job.loss_scale import LossScale
 from piper_runtime.rank.values import device
 from piper_runtime.rank.values.code import ShippedCode
 from piper_runtime.rank.values.rng import Draws
@@ -62,6 +63,7 @@ class Request:
         device: the kind of device of runs in the process that makes the request.
         evaluation: how the model is evaluated; None: not at all.
         draws: the way of drawing random numbers, "rows" or "microbatches".
+        loss_scale: how the loss is scaled; None: it is not.
     """
 
     plan: bytes
@@ -77,6 +79,7 @@ class Request:
     device: str = field(default_factory=lambda: device.default)
     evaluation: EvaluationRequest | None = None
     draws: Draws = "rows"
+    loss_scale: LossScale | None = None
 
 
 @dataclass(frozen=True)

@@ -35,11 +35,14 @@ class StepRecord:
         batch_s: seconds of waiting for Job.batch, of the rank that waited most.
         experts: by module of experts the tokens that chose each, with `mean`, `max` and `overflow`; empty if a model
             counts none (`piper_ir.ground.expert_tokens`).
-        gradient_norm: the norm of the gradient before it was clipped; None if Job.clip_norm is None.
+        gradient_norm: the norm of the gradient before it was clipped; None if it is not finite, or if the gradient is
+            not clipped and the loss not scaled.
         learning_rates: the learning rates of the optimizer's groups.
         metrics: the values of Job.metrics that are functions of outputs.
         evaluation: the loss and these metrics on Job.eval_data; empty after steps without an evaluation.
         eval_s: the seconds of the evaluation, which are no part of step_s.
+        loss_scale: the scale of the step's loss; None if it is not scaled.
+        skipped: whether the optimizer's step was left out, since the scaled gradient was not finite.
     """
 
     step: int
@@ -52,6 +55,8 @@ class StepRecord:
     metrics: Mapping[str, float] = field(default_factory=dict)
     evaluation: Mapping[str, float] = field(default_factory=dict)
     eval_s: float = 0.0
+    loss_scale: float | None = None
+    skipped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,8 @@ class StepDone:
     expert_tokens: dict[str, list[int]] = field(default_factory=dict)
     gradient_norm: float | None = None
     learning_rates: tuple[float, ...] = ()
+    loss_scale: float | None = None
+    skipped: bool = False
     evaluated: dict[str, dict[int, float]] = field(default_factory=dict)
     eval_s: float = 0.0
 
@@ -89,7 +96,8 @@ class RankReport:
         waits: of the last step, see `piper_runtime.rank.batches.feed.Feed`.
         first_step: the number of the first step.
         expert_tokens: per step the buffers that count tokens of experts.
-        updates: per step the norm of the gradient and the learning rates.
+        updates: per step the norm of the gradient, the learning rates, the scale of the loss, and whether the
+            optimizer's step was skipped.
         evaluations: by step, the scalars of the evaluation after it and its seconds.
         core_s: per step the seconds in which the issuing thread could run and waited for a core.
         threads_s: these seconds for all threads of the rank together, in the mean step after the warm-up.
@@ -110,7 +118,9 @@ class RankReport:
     waits: list[tuple[int, float, float]] = field(default_factory=list)
     first_step: int = 0
     expert_tokens: list[dict[str, list[int]]] = field(default_factory=list)
-    updates: list[tuple[float | None, tuple[float, ...]]] = field(default_factory=list)
+    updates: list[tuple[float | None, tuple[float, ...], float | None, bool]] = field(
+        default_factory=list
+    )
     evaluations: dict[int, tuple[dict[str, dict[int, float]], float]] = field(default_factory=dict)
     core_s: list[float] = field(default_factory=list)
     threads_s: float = 0.0
@@ -134,7 +144,9 @@ class RankReport:
         self.scalars.append({kind: dict(values) for kind, values in rank.scalars.items()})
         self.batch_s.append(sum(end - start for _, start, end in rank.feed.waits))
         self.expert_tokens.append(rank.expert_tokens)
-        self.updates.append((rank.gradient_norm, rank.optimizer.rates))
+        running = rank.loss_scale
+        scale = (None, False) if running is None else (running.used, running.skipped)
+        self.updates.append((rank.gradient_norm, rank.optimizer.rates, *scale))
         return self._done(len(self.finished) - 1)
 
     @property

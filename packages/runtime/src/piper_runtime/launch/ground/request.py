@@ -79,6 +79,7 @@ def make_requests(attempt: Attempt) -> dict[int, Request]:
             restored,
             evaluation=asked,
             draws=job.draws,
+            loss_scale=job.precision.scaling,
         )
         requests |= dict.fromkeys(role.ranks, request)
     return requests

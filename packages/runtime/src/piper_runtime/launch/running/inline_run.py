@@ -35,7 +35,9 @@ from piper_runtime.rank.values.device import choose_device
 
 def rank_job(job: Job, first_step: int = 0) -> RankJob:
     """Return the part of a job that ranks need for a run that begins with this step."""
-    return RankJob(job.batch, job.make_optimizers, job.scheduler, job.seed, first_step, job.draws)
+    return RankJob(
+        job.batch, job.make_optimizers, job.scheduler, job.seed, first_step, job.draws, job.precision.scaling,
+    )  # fmt: skip
 
 
 def run_inline(attempt: Attempt, progress: Progress) -> dict[int, RankReport]:

@@ -91,7 +91,7 @@ def check_evaluation(plan: Plan, options: RunOptions) -> None:
 
 
 def check_clip(plan: Plan, job: Job) -> None:
-    """Raise JobError when a plan clips gradients to another norm than the job asks for."""
+    """Raise JobError when a plan clips gradients otherwise than the job asks for, or scales its loss otherwise."""
     updates = [
         p.op
         for role in plan.roles
@@ -104,4 +104,9 @@ def check_clip(plan: Plan, job: Job) -> None:
             raise JobError(
                 f"the plan clips gradients to {update.clip}, the job's clip_norm is {job.clip_norm}; compile the "
                 f"strategy with this job"
+            )
+        if update.scaled != (job.precision.scaling is not None):
+            raise JobError(
+                f"the plan {'scales' if update.scaled else 'does not scale'} the loss, and the job's precision says "
+                f"otherwise; compile the strategy with this job"
             )

@@ -161,7 +161,9 @@ def _run(context: WorkerContext, request: Request, plan: Plan, device: torch.dev
         parcel.import_definers()
     options = request.options
     report = RankReport(first_step=options.first)
-    job = RankJob(batch, optimizer, scheduler, request.seed, options.first, request.draws)
+    job = RankJob(
+        batch, optimizer, scheduler, request.seed, options.first, request.draws, request.loss_scale,
+    )  # fmt: skip
     if device.type == "cuda":
         gc.collect()  # an earlier rank and its closures hold each other, and memory of the device
     probe = report.probe if options.gradients else None

@@ -52,7 +52,7 @@ def bind_part(part: Part, rank: RankState) -> Thunk:
         case Load():
             run = _load(part, part.op, rank)
         case Seed():
-            run = _fill(part, rank, part.op.value, part.op.dtype)
+            run = _fill(part, rank, part.op.value, part.op.dtype, scaled=part.op.scaled)
         case Zeros():
             run = _fill(part, rank, 0.0, part.op.dtype)
         case Add():
@@ -169,7 +169,9 @@ def _load(part: Part, op: Load, rank: RankState) -> Thunk:
     return load if rank.device.type == "cpu" else load_on_device
 
 
-def _fill(part: Part, rank: RankState, number: float, dtype_name: str) -> Thunk:
+def _fill(
+    part: Part, rank: RankState, number: float, dtype_name: str, *, scaled: bool = False
+) -> Thunk:
     values, target, dtype, device = (
         rank.store.values,
         part.writes[0],
@@ -180,7 +182,14 @@ def _fill(part: Part, rank: RankState, number: float, dtype_name: str) -> Thunk:
     def fill() -> None:
         values[target] = torch.full((), number, dtype=dtype, device=device)
 
-    return fill
+    running = rank.loss_scale
+    if not scaled or running is None:
+        return fill
+
+    def fill_scaled() -> None:
+        values[target] = torch.full((), number * running.value, dtype=dtype, device=device)
+
+    return fill_scaled
 
 
 def _add(part: Part, rank: RankState) -> Thunk:
@@ -256,9 +265,12 @@ def _update(part: Part, op: Update, rank: RankState) -> Thunk:
         scale = scale_now()
         if rank.probe is not None:
             with rank.untracked():
-                rank.probe(rank, op.buckets, scale)
+                rank.probe(
+                    rank, op.buckets if scale is not None else (), 1.0 if scale is None else scale
+                )
         rank.before_update()
-        rank.optimizer.update(op.buckets, scale)
+        if scale is not None:
+            rank.optimizer.update(op.buckets, scale)
         for flat in flats:
             flat.zero_()
 

@@ -21,6 +21,7 @@ from piper_ops import ROUNDS
 from piper_runtime.rank.batches.feed import Feed
 from piper_runtime.rank.binding.dropped_rows import DroppedRows
 from piper_runtime.rank.job.job import Batch, NamedParameters
+from piper_runtime.rank.job.loss_scale import LossScale, RunningScale
 from piper_runtime.rank.optimizers.optimizer import RankOptimizer, scaled
 from piper_runtime.rank.values.code import ExportedCode, LoadedSteps
 from piper_runtime.rank.values.device import CPU, NumberReader, numbers_of
@@ -81,8 +82,8 @@ def no_exchange(kind: str, axis: str, given: torch.Tensor) -> torch.Tensor:
 class RankJob:
     """Hold the parts of a job that a rank needs.
 
-    They are the callables that run on it, the seed of random operations, the first step of the run, and the way of
-    drawing random numbers.
+    They are the callables that run on it, the seed of random operations, the first step of the run, the way of drawing
+    random numbers, and how the loss is scaled (None: it is not).
     """
 
     batch: Batch
@@ -91,6 +92,7 @@ class RankJob:
     seed: int
     first_step: int = 0
     draws: Draws = "rows"
+    loss_scale: LossScale | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,7 @@ class RankState:
         self.counted: dict[str, torch.Tensor] = {}
         self.expert_tokens: dict[str, list[int]] = {}
         self.gradient_norm: float | None = None
+        self.loss_scale = RunningScale(job.loss_scale) if job.loss_scale else None
         self.untracked: Callable[[], AbstractContextManager[None]] = nullcontext
         self.dropped = DroppedRows(plan, self.numbers, lambda: self.untracked())
         self.before_update: Callable[[], None] = _nothing
@@ -168,6 +171,11 @@ class RankState:
             )
         if self.counts:
             self.scalars.setdefault(kind, {})[mb] = value
+
+    @property
+    def scale_state(self) -> dict[str, float]:
+        """Return what a checkpoint holds of the scale of the loss; nothing if it is not scaled."""
+        return self.loss_scale.state() if self.loss_scale else {}
 
     def count(self, buffer: str, tokens: torch.Tensor) -> None:
         """Add a microbatch's counts of tokens per expert to the counts of the step."""

@@ -11,12 +11,44 @@ from piper_ir.ground.errors import NonFiniteLossError
 from piper_ir.plan.plan import Part
 from piper_ir.program.ops import Update
 from piper_runtime.rank.binding.rank_state import RankState, not_finite_advice
+from piper_runtime.rank.job.loss_scale import RunningScale
 from piper_runtime.rank.values.store import empty_value
 
 
-def scale_of(part: Part, op: Update, rank: RankState) -> Callable[[], float | torch.Tensor]:
-    """Return a function that makes the factor of gradients in an Update."""
+def scale_of(part: Part, op: Update, rank: RankState) -> Callable[[], float | torch.Tensor | None]:
+    """Return a function that makes the factor of gradients in an Update; None if the step is to be skipped.
+
+    If the loss is scaled, the host decides on that, so it waits for the norm of the gradient, as torch's GradScaler
+    does.
+    """
+    if op.scaled and rank.loss_scale is not None:
+        return _unscaling(part, op, rank, rank.loss_scale)
     return _late_scale(part, op, rank) if rank.numbers.late else _scale(part, op, rank)
+
+
+def _unscaling(
+    part: Part, op: Update, rank: RankState, running: RunningScale
+) -> Callable[[], float | None]:
+    """Return the scale of gradients of a scaled loss, which sets the scale of the next step."""
+    values, reads = rank.store.values, part.reads
+
+    def scale() -> float | None:
+        scalars, by = [float(values[v]) for v in reads], running.value
+        finite, stuck = math.isfinite(scalars[-1]), running.at_least
+        running.update(finite)
+        rank.gradient_norm = None
+        if finite:
+            scalars[-1] /= by**2
+            rank.gradient_norm = gradient_norm(op, scalars)
+            return gradient_scale(op, scalars, f"step {rank.step}, rank {rank.rank}") / by
+        if stuck:
+            raise NonFiniteLossError(
+                f"step {rank.step}, rank {rank.rank}: the gradient is not finite, and the loss is scaled by {by:g}, "
+                f"which is the least that Precision(loss_scale=...) allows; {not_finite_advice(op.clip)}"
+            )
+        return None
+
+    return scale
 
 
 def _scale(part: Part, op: Update, rank: RankState) -> Callable[[], float]:
@@ -62,12 +94,12 @@ def device_scale(op: Update, scalars: list[torch.Tensor]) -> float | torch.Tenso
 
 
 def gradient_norm(op: Update, scalars: list[float]) -> float | None:
-    """Return the norm of the gradient before it is clipped; None if it is not clipped, or is no number.
+    """Return the norm of the gradient before it is clipped; None if no norm is read, or if it is no number.
 
     `scalars` is as in `gradient_scale`.
     """
     weight = scalars[0] if op.weighted else 1.0
-    if op.clip is None or not weight or not math.isfinite(scalars[-1]):
+    if not op.normed or not weight or not math.isfinite(scalars[-1]):
         return None
     return math.sqrt(scalars[-1]) / abs(weight)
 
@@ -75,7 +107,7 @@ def gradient_norm(op: Update, scalars: list[float]) -> float | None:
 def gradient_scale(op: Update, scalars: list[float], where: str) -> float:
     """Return the one factor of gradients in an Update.
 
-    `scalars` are [sum of weights, if weighted] + [squared norm of the summed gradients, if clipped]. Clipping is
+    `scalars` are [sum of weights, if weighted] + [squared norm of the summed gradients, if normed]. Clipping is
     torch's clip_grad_norm_ on the gradient after division: min(1, clip / (norm + 1e-6)). Raises NonFiniteLossError when
     the weights sum to zero or the norm is not finite.
     """

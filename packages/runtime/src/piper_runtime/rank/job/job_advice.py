@@ -141,11 +141,6 @@ def dtype_problem(field: str, value: object, accepted: Iterable[str]) -> str:
     """Return the message for a dtype that a field of Precision does not accept, with a suggestion."""
     accepted = list(accepted)
     setting = field.replace("...", repr(value)) if "..." in field else f"{field}={value!r}"
-    if str(value).removeprefix("torch.") in HALF:
-        return (
-            f"Precision({setting}): float16 needs its loss scaled, which is not supported; one of "
-            f"{', '.join(accepted)} is needed. bfloat16 has the range of float32 and needs no scaling"
-        )
     meant = dtype_meant(value, accepted)
     hint = f"; did you mean {meant!r}?" if meant else ""
     return f"Precision({setting}): one of {', '.join(accepted)} is needed{hint}"

@@ -10,8 +10,14 @@ import torch
 from piper_ir.ground.errors import JobError
 from piper_ir.ground.keywords import checked_fields
 from piper_runtime.rank.job.job_advice import dtype_problem
+from piper_runtime.rank.job.loss_scale import LossScale
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 """The accepted dtypes by torch's names, widest first."""
 
 
@@ -31,18 +37,26 @@ class Precision:
             `params`.
         keep: pattern of parameter names, such as "*.router.*" -> the dtype of these parameters in forward and backward,
             instead of `compute`. The first pattern that matches counts.
+        loss_scale: how the loss is scaled before the backward; a number is a fixed scale. None: `LossScale()` if
+            anything is computed or summed in float16, else no scale.
     """
 
     params: str = "float32"
     compute: str | None = None
     reduce: str | None = None
     keep: Mapping[str, str] = field(default_factory=dict, hash=False)
+    loss_scale: LossScale | float | None = None
 
     def __post_init__(self) -> None:
         for name in ("params", "compute", "reduce"):
             value = getattr(self, name)
             if value not in DTYPES and not (value is None and name != "params"):
                 raise JobError(dtype_problem(name, value, DTYPES))
+        if self.params == "float16":
+            raise JobError(
+                "Precision(params='float16'): the optimizer's steps are too small for float16; "
+                "Precision(params='float32', compute='float16') computes in it, with a scaled loss"
+            )
         self._check_narrower("compute", self.compute or self.params)
         if not isinstance(self.keep, Mapping):
             raise JobError(
@@ -53,10 +67,25 @@ class Precision:
             if value not in DTYPES:
                 raise JobError(dtype_problem(f"keep={{{pattern!r}: ...}}", value, DTYPES))
             self._check_narrower(f"keep[{pattern!r}]", value)
+        scale = self.loss_scale
+        if isinstance(scale, bool) or not isinstance(scale, LossScale | float | int | None):
+            raise JobError(
+                f"Precision(loss_scale={scale!r}): a number is needed, or a piper.LossScale for a scale that changes"
+            )
+        if isinstance(scale, float | int):
+            LossScale.fixed(scale)
 
     def _check_narrower(self, name: str, value: str) -> None:
-        """Refuse a wider dtype than the optimizer's: the parameters would only be padded with zeros."""
+        """Refuse a wider dtype than the optimizer's: the parameters would only be padded with zeros.
+
+        Of the narrow dtypes none is wider, and float16 lacks the range of bfloat16.
+        """
         order = list(DTYPES)
+        if value == "float16" and self.params == "bfloat16":
+            raise JobError(
+                f"Precision(params='bfloat16'): {name} is float16, which lacks the range of the parameters; give "
+                f"params='float32'"
+            )
         if order.index(value) < order.index(self.params):
             raise JobError(
                 f"Precision(params={self.params!r}): {name} is {value}, which is wider than the parameters; they "
@@ -93,6 +122,14 @@ class Precision:
     def kept(self) -> dict[str, torch.dtype]:
         """Return torch's dtypes of `keep`, by pattern."""
         return {pattern: DTYPES[name] for pattern, name in self.keep.items()}
+
+    @property
+    def scaling(self) -> LossScale | None:
+        """Return how the loss is scaled; None if it is not."""
+        if isinstance(self.loss_scale, float | int):
+            return LossScale.fixed(self.loss_scale)
+        narrow = "float16" in (self.compute, self.reduce, *self.keep.values())
+        return self.loss_scale or (LossScale() if narrow else None)
 
     @property
     def key(self) -> str:

@@ -8,10 +8,10 @@ from typing import Any
 from piper.api.compiling.batch_statistics import statistics_note
 from piper.api.compiling.compiling import Compiled, advancing_notice
 from piper.api.compiling.evaluating import evaluation_notice
-from piper.views.explain_exchanges import exchanges
-from piper.views.explain_layouts import index_facts, layouts
-from piper.views.explain_recompute import recomputation
-from piper.views.explain_sharing import sharing
+from piper.views.explained.exchanges import exchanges
+from piper.views.explained.layouts import index_facts, layouts
+from piper.views.explained.recompute import recomputation
+from piper.views.explained.sharing import sharing
 from piper_compiler import tile_loss
 from piper_ir.ground.sizes import bind
 from piper_ir.plan.plan import Instr, Plan, RolePlan

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from piper_interop.megatron.conditions import truth
-from piper_interop.megatron.lexer import Lexer, Word, WordPart
+from piper_interop.megatron.scripts.conditions import truth
+from piper_interop.megatron.scripts.lexer import Lexer, Word, WordPart
 from piper_ir.ground.errors import JobError
 
 ShellValue = str | tuple[str, ...]

@@ -1,0 +1,33 @@
+"""Score predictions of the published runs of mixtures that are committed here, by source (docs/accuracy.md).
+
+`piper accuracy benchmarks/published/mixtures.csv` prints the same with its rows. No constant was fitted to these runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.measure import Goal, Row
+from piper.published.scoring import by_model, predict, scores
+from piper.published.table import read_rows
+
+TABLE = Path(__file__).parent / "published" / "mixtures.csv"
+STEP, MEMORY = 10.0, 2.0
+"""The percentages within which a step of a stack that no run was fitted to should be predicted, and a peak."""
+
+
+def rows(quick: bool) -> Iterator[Row]:
+    """Return the mean errors of steps and of peaks, where these were published; `quick`: of four runs."""
+    runs = read_rows(TABLE, "*mbc4" if quick else "*")
+    for one in scores([predict(runs[at]) for at in by_model(runs)]).sources:
+        source, _, _ = one.name.partition(" and ")
+        if one.mean is not None:
+            note = f"{one.n} runs; at most {one.most:.1%}" if one.most is not None else ""
+            yield Row(
+                "accuracy", f"{source}: step", 100 * one.mean, "% mean error", goal=Goal("below", STEP), note=note
+            )  # fmt: skip
+        if one.memory_mean is not None:
+            yield Row(
+                "accuracy", f"{source}: peak", 100 * one.memory_mean, "% mean error", goal=Goal("below", MEMORY)
+            )  # fmt: skip
