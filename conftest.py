@@ -123,6 +123,7 @@ TOGETHER: dict[str, tuple[str, ...]] = {
         "tests/predictions/test_memory_truth.py",
         "tests/faults/test_mutants.py",
         "tests/parity/test_compositions.py",
+        "tests/parity/test_empty_stages.py",
         "tests/parity/test_schedules.py",
         "tests/runs/test_resume_strategies.py",
         "tests/parity/test_collectives.py",

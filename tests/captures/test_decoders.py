@@ -27,10 +27,12 @@ class Plainly:
     def __init__(self, config: DecoderConfig, state: State) -> None:
         self.config, self.state = config, state
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        return torch.stack([self.row(row) for row in tokens])
+    def logits(self, tokens: Tensor) -> Tensor | tuple[Tensor, ...]:
+        by_row = [self.row(row) for row in tokens]
+        each = tuple(torch.stack(predicted) for predicted in zip(*by_row, strict=True))
+        return each if len(each) > 1 else each[0]
 
-    def row(self, tokens: Tensor) -> Tensor:
+    def row(self, tokens: Tensor) -> list[Tensor]:
         config, state = self.config, self.state
         x = torch.stack([state["tokens.weight"][t] for t in tokens])
         if config.positions == "learned":
@@ -39,20 +41,38 @@ class Plainly:
             x = self.norm(x, "embedding_norm")
         for layer in range(config.layers):
             x = self.block(x, layer)
+        read = [self.norm(x, "norm")]
+        for k in range(config.mtp):
+            read.append(self.further(read[-1], tokens, k))
+        return [self.predicted(x) for x in read]
+
+    def further(self, x: Tensor, tokens: Tensor, k: int) -> Tensor:
+        """The tokens of a further prediction: behind the last one of a row stands the first."""
+        at, length = f"mtp.{k}", len(tokens)
+        ahead = [self.state["tokens.weight"][tokens[(i + k + 1) % length]] for i in range(length)]
+        both = (
+            self.norm(x, f"{at}.norm_tokens"),
+            self.norm(torch.stack(ahead), f"{at}.norm_embedding"),
+        )
+        made = torch.cat(both, -1) @ self.state[f"{at}.project.weight"].T
+        return self.norm(self.block(made, self.config.layers + k, f"{at}.block"), f"{at}.norm")
+
+    def predicted(self, x: Tensor) -> Tensor:
+        config, state = self.config, self.state
         head = "tokens" if config.tied else "head"
-        y = self.norm(x, "norm") @ state[f"{head}.weight"].T
+        y = x @ state[f"{head}.weight"].T
         y = y + state["head.bias"] if config.head_bias else y
         return config.logit_cap * (y / config.logit_cap).tanh() if config.logit_cap else y
 
-    def block(self, x: Tensor, layer: int) -> Tensor:
-        at, config = f"layers.{layer}", self.config
+    def block(self, x: Tensor, layer: int, at: str = "") -> Tensor:
+        at, config = at or f"layers.{layer}", self.config
         before, after = config.norms != "after", config.norms != "before"
 
         def behind(y: Tensor, name: str) -> Tensor:
             return self.norm(y, f"{at}.{name}") if after else y
 
         read = self.norm(x, f"{at}.norm1") if before else x
-        attended = behind(self.attention(read, layer), "after1")
+        attended = behind(self.attention(read, layer, f"{at}.attention"), "after1")
         if not (config.parallel and config.parallel_norms == 1):
             middle = x if config.parallel else x + attended
             read = self.norm(middle, f"{at}.norm2") if before else middle
@@ -139,8 +159,8 @@ class Plainly:
             y = y + gate * shared
         return y
 
-    def attention(self, x: Tensor, layer: int) -> Tensor:
-        name, config = f"layers.{layer}.attention", self.config
+    def attention(self, x: Tensor, layer: int, name: str) -> Tensor:
+        config = self.config
         q, k, v = self.latent(x, name) if config.latent else self.heads(x, name)
         groups, results = config.heads // len(k), []
         for h in range(config.heads):
@@ -241,7 +261,27 @@ def test_a_decoder_is_what_the_formulas_of_the_papers_give(name: str) -> None:
     expected = Plainly(config, model.state_dict()).logits(tokens)
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), expected, rtol=1e-12, atol=1e-12)
-    assert float(expected.std()) > 0.1
+    for predicted in (expected,) if isinstance(expected, Tensor) else expected:
+        assert float(predicted.std()) > 0.1
+
+
+def test_the_loss_of_further_tokens_token_by_token() -> None:
+    """Equations 24 and 25 of DeepSeek-V3's report: of T tokens, the last k have no token k behind the next one."""
+    config = replace(DECODERS["MTP"], mtp_weight=0.7)
+    model, rows, length = drawn(config), 3, config.length
+    tokens, targets = (torch.randint(0, config.vocab, (rows, length)) for _ in range(2))
+    expected = torch.zeros((), dtype=torch.float64)
+    with torch.no_grad():
+        output = model(tokens)
+        for row in range(rows):
+            for ahead, logits in enumerate(output):
+                weight = 0.7 / config.mtp if ahead else 1.0
+                for i in range(length - ahead):
+                    scores = logits[row, i].log_softmax(-1)
+                    expected -= weight * scores[targets[row, i + ahead]] / (rows * length)
+        loss = models.job(config, global_batch=4).loss
+        assert callable(loss)
+        torch.testing.assert_close(loss(output, targets), expected, rtol=1e-12, atol=0)
 
 
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {

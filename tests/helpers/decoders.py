@@ -52,6 +52,7 @@ DECODERS: dict[str, DecoderConfig] = {
         BASE, kv_heads=None, latent=LATENT, dense_layers=1,
         experts=replace(MIXTURE, number=8, groups=4, top_groups=2, score="sigmoid", scale=2.5, shared_hidden=12),
     ),
+    "MTP": replace(BASE, mtp=2, kv_heads=None, latent=LATENT, experts=MIXTURE, dense_layers=1, tied=True),
     "GPT-OSS": replace(
         BASE, attention="math", sinks=True, window=3, window_every=2, attention_bias="all", activation="quick_gelu",
         experts=replace(MIXTURE, bias=True, clamp=0.05),

@@ -38,6 +38,7 @@ def used(job: piper.Job, costs: piper.Costs) -> None:
     strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=4))
     compiled = piper.compile(job, strategy, costs=costs)
     assert_type(piper.recipes.one_f_one_b(pp=2, microbatches=4), tuple[Directive, ...])
+    assert_type(piper.recipes.one_f_one_b(rows=4), tuple[Directive, ...])
     assert_type(piper.where(stage=0), piper.Where)
     assert_type(compiled, piper.Compiled)
     assert_type(compiled.plan, Plan)
@@ -68,6 +69,7 @@ def refused(job: piper.Job, compiled: piper.Compiled) -> None:
     piper.execute(compiled, steps=1, gradients=True, spares=1)
     piper.shard(piper.where(), over="cp", attention="flash")  # type: ignore[arg-type]  # heads, ring or gather
     piper.shard(piper.where(), stream="columns")  # type: ignore[arg-type]  # tokens, rows, or nothing
+    piper.recipes.gpipe(pp=2, microbatch=4)  # type: ignore[call-overload]  # it is `microbatches`
     piper.replicate(piper.where(), zero=4)  # type: ignore[arg-type]  # 0 to 3 exist
     piper.Job(lambda: nn.Linear(2, 2), job.batch, None, job.optimizer, 8, loss_over="row")  # type: ignore[call-overload]  # no word
     piper.Job(lambda: nn.Linear(2, 2), job.batch)  # type: ignore[call-overload]  # optimizer and global_batch are missing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,9 @@ from piper import Mesh, Strategy, models, recipes
 from piper.api.reference.verification import verify_strategy
 from piper_capture import layout_facts
 from piper_compiler import Directive
+from tests.helpers import parity
 from tests.helpers.decoders import DECODERS
+from tests.helpers.memory_judge import lies
 
 Layout = tuple[Mesh, Callable[[], tuple[Directive, ...]]]
 LAYOUTS: dict[str, Layout] = {
@@ -69,3 +72,15 @@ def test_devices_share_heads_and_products(name: str) -> None:
             n for n in held if n.endswith(("up.weight", "attention.out.weight", ".q.weight"))
         ]
     assert not whole & {"mm", "addmm", "bmm", "grouped_mm", "attention", "attention_dgrad"}
+
+
+def test_a_stage_of_its_own_predicts_further_tokens() -> None:
+    """The embedding is then on the first stage and on this one; the plan's memory is that of the run."""
+    job = models.job(replace(DECODERS["Llama"], mtp=1), global_batch=4, precision="float64")
+    parts = (piper.partition(3, at=(3, 4), units="all"), recipes.one_f_one_b(rows=2))
+    compiled = piper.compile(job, Strategy(Mesh(pp=3), parts, global_batch=4))
+    (holders,) = [b.roles for b in compiled.plan.buckets if "tokens.weight" in b.params]
+    assert holders == ("pp0", "pp1")
+    run = piper.execute(compiled, steps=2, launcher="inline", memory=True, gradients=True)
+    parity.assert_parity(run, parity.reference(job, microbatches=2, steps=2))
+    assert not lies(compiled.plan, dict(run.memory))

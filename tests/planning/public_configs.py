@@ -222,7 +222,7 @@ PUBLIC: dict[str, tuple[dict[str, Any], str]] = {
         },
         "15.7",
     ),
-    # deepseek-ai/DeepSeek-V3: arXiv 2412.19437, section 4.2: 671B without the block that predicts a further token
+    # deepseek-ai/DeepSeek-V3: arXiv 2412.19437, section 4.2: 671B, and 11.6B of the block that predicts a further token
     "deepseek-v3": (
         {
             "model_type": "deepseek_v3", "hidden_size": 7_168, "intermediate_size": 18_432, "moe_intermediate_size": 2_048,
@@ -235,7 +235,21 @@ PUBLIC: dict[str, tuple[dict[str, Any], str]] = {
             "rope_theta": 10_000, "rope_scaling": {"type": "yarn", "factor": 40}, "hidden_act": "silu",
             "tie_word_embeddings": False,
         },
-        "671",
+        "683",
+    ),
+    # openai/gpt-oss-20b: model card (arXiv 2508.10925, table 1): 20.91B
+    "gpt-oss-20b": (
+        {
+            "model_type": "gpt_oss", "hidden_size": 2_880, "intermediate_size": 2_880, "num_hidden_layers": 24,
+            "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201_088,
+            "max_position_embeddings": 131_072, "initial_context_length": 4_096, "num_local_experts": 32,
+            "num_experts_per_tok": 4, "experts_per_token": 4, "sliding_window": 128, "swiglu_limit": 7.0,
+            "layer_types": ["sliding_attention", "full_attention"] * 12, "attention_bias": True, "attention_dropout": 0.0,
+            "quantization_config": {"quant_method": "mxfp4"}, "rms_norm_eps": 1e-5, "rope_theta": 150_000,
+            "rope_scaling": {"rope_type": "yarn", "factor": 32.0}, "router_aux_loss_coef": 0.9, "output_router_logits": False,
+            "hidden_act": "silu", "tie_word_embeddings": False,
+        },
+        "20.91",
     ),
     # ibm-granite/granite-3.1-8b-base: 8.17B by its tensors
     "granite-3.1-8b": (

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import piper
 from piper import models
@@ -199,7 +201,9 @@ def test_a_family_has_its_own_names(
         ),
         (PUBLIC["mpt-7b"][0] | {"attn_config": {"clip_qkv": 6}}, "attn_config.clip_qkv=6"),
         (GPT2 | {"n_inner": -1}, "n_inner=-1"),
-        ({"model_type": "gpt_oss"}, "its fields have no row here yet"),
+        ({"model_type": "jamba"}, "most of its layers are no attention"),
+        (PUBLIC["gpt-oss-20b"][0] | {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5"),
+        (PUBLIC["gpt-oss-20b"][0] | {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"model_type": "bert"}, "no row describes that type"),
     ],
 )
@@ -285,5 +289,60 @@ def test_a_description_is_written_as_python_that_makes_it(tmp_path: Path) -> Non
 
 def test_what_has_a_note_is_said(tmp_path: Path) -> None:
     notes = describe(written(tmp_path, PUBLIC["deepseek-v3"][0])).notes
-    assert any(note.startswith("num_nextn_predict_layers=1: the blocks") for note in notes)
-    assert "quantization_config: weights have the precision of the job" in notes
+    assert notes == ("quantization_config: weights have the precision of the job",)
+    (note,) = describe(written(tmp_path, LLAMA | {"num_mtp_layers": 1})).notes
+    assert note.startswith("num_mtp_layers=1: the blocks")
+
+
+def test_a_gpt_oss_computes_what_its_class_of_transformers_does(tmp_path: Path) -> None:
+    """Sinks, windows, biases and bounded gates, at small sizes, with the weights of the class."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers with GPT-OSS")
+    fields = PUBLIC["gpt-oss-20b"][0] | {
+        "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 8,
+        "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 12, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "experts_per_token": 2, "sliding_window": 3, "swiglu_limit": 0.5,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "rope_scaling": None, "quantization_config": None,
+    }  # fmt: skip
+    config = describe(written(tmp_path, fields)).config
+    assert config is not None
+    plain = {
+        k: v for k, v in fields.items() if k not in ("rope_scaling", "rope_theta", "model_type")
+    }
+    rotation = {"rope_type": "default", "rope_theta": 150_000.0}
+    theirs = transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(
+            **plain,
+            rope_parameters=rotation,
+            attn_implementation="eager",
+            experts_implementation="eager",
+        )
+    ).double()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    ours = config.build().double()
+    named = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        parameter.data = weight_of_gpt_oss(name, named)
+    assert not named, "every weight of the class is used"
+    tokens = torch.randint(0, 64, (2, 12))
+    expected = theirs(tokens).logits.detach()
+    torch.testing.assert_close(ours(tokens), expected, rtol=1e-5, atol=1e-5)  # angles in float32
+    assert float(expected.std()) > 0.1
+
+
+def weight_of_gpt_oss(name: str, named: dict[str, torch.nn.Parameter]) -> torch.Tensor:
+    """Take a parameter here out of those of the class, whose experts hold gate and up in turn."""
+    for ours, theirs in (
+        ("tokens.", "model.embed_tokens."), ("head.", "lm_head."), ("layers.", "model.layers."), ("norm1", "input_layernorm"),
+        ("norm2", "post_attention_layernorm"), ("attention.out", "self_attn.o_proj"), ("attention.", "self_attn."),
+        ("feed_forward.router", "mlp.router"), ("feed_forward.", "mlp.experts."),
+    ):  # fmt: skip
+        name = name.replace(ours, theirs, 1) if not name.startswith(theirs) else name
+    name = re.sub(r"self_attn\.([qkv])\.", r"self_attn.\1_proj.", name)
+    name = "model.norm.weight" if name == "norm.weight" else name
+    part = re.search(r"experts\.(gate|up)(_bias)?$", name)
+    if part is None:
+        return named.pop(re.sub(r"experts\.down(_bias)?$", r"experts.down_proj\1", name)).data
+    whole = f"{name[: part.start()]}experts.gate_up_proj{part[2] or ''}"
+    both = named[whole] if part[1] == "gate" else named.pop(whole)
+    return both.data[..., part[1] == "up" :: 2].contiguous()

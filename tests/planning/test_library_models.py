@@ -19,7 +19,7 @@ from piper.models import library
 from piper.planning.sources import StepSize, understand
 from piper_ir.ground.errors import JobError
 
-FIELDS = {"model_type": "gpt_oss", "vocab_size": 16, "hidden_size": 8, "max_position_embeddings": 6}
+FIELDS = {"model_type": "jamba", "vocab_size": 16, "hidden_size": 8, "max_position_embeddings": 6}
 
 
 class Output(NamedTuple):
@@ -69,10 +69,10 @@ def written(folder: Path, fields: dict[str, Any]) -> Path:
 
 def test_its_class_is_the_job(tmp_path: Path, transformers: ModuleType) -> None:
     source = understand(str(written(tmp_path, FIELDS)), StepSize(rows=8))
-    assert "a gpt_oss of transformers; 8 rows of 6 tokens" in source.facts
+    assert "a jamba of transformers; 8 rows of 6 tokens" in source.facts
     (note,) = source.notes
     assert (
-        "its fields have no row here yet" in note
+        "most of its layers are no attention" in note
         and "its class of transformers is captured" in note
     )
     job = library.library_job(tmp_path / "config.json", global_batch=8, length=6)
@@ -92,7 +92,7 @@ def test_what_it_cannot_make_is_one_message(tmp_path: Path, transformers: Module
         understand(str(written(tmp_path, short)), StepSize(rows=8))
     quantised = FIELDS | {"quantization_config": {"bits": 4}}
     with pytest.raises(
-        JobError, match=r"no description says a gpt_oss .*unless weights are quantised"
+        JobError, match=r"no description says a jamba .*unless weights are quantised"
     ):
         understand(str(written(tmp_path, quantised)), StepSize(rows=8))
 
@@ -102,6 +102,6 @@ def test_without_the_library_the_type_is_refused(
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(
-        JobError, match=r"no description says a gpt_oss .its fields have no row here yet"
+        JobError, match=r"no description says a jamba .most of its layers are no attention"
     ):
         understand(str(written(tmp_path, FIELDS)), StepSize(rows=8))

@@ -89,7 +89,6 @@ class TestPartition:
         [
             ((1,), "3 stages need 2 boundaries, found 1"),
             ((2, 1), "ascend"),
-            ((1, 1), "ascend"),
             ((0, 2), "among the layers 1..3"),
             ((1, 4), "among the layers 1..3"),
             ("widest", '"even", "cost" or a tuple'),
@@ -124,6 +123,11 @@ class TestPartition:
     def test_5_before_place(self) -> None:
         everything = place(where(), on=dict(pp=0))
         refused(5, partition(stages=2), everything, says="write partition before place")
+
+    def test_8_empty_stages_are_captured(self) -> None:
+        refused(
+            8, partition(stages=3, at=(1, 1)), says="no chunk for the empty stage 1; compile a job"
+        )
 
 
 class TestSplit:

@@ -48,6 +48,10 @@ def test_layers_are_asked_for_only_where_the_program_lacks_them() -> None:
     assert tuple(chosen) == ((), LONGEST_CHAIN)
     assert asked(replicate(where(layer=0), over="tp"), program=BARE).layers == LONGEST_CHAIN
     named = (partition(stages=2, layers="blocks.*"), partition(stages=2))
+    wanted = [asked(replicate(where(), zero=n), program=BARE).layers for n in (0, 1, 2, 3)]
+    assert wanted == [(), (), (), LONGEST_CHAIN]  # parameters are gathered layer by layer
+    for order in ((named[0], replicate(where(), zero=3)), (replicate(where(), zero=3), named[0])):
+        assert asked(*order, program=BARE).layers == ("blocks.*",)
     assert asked(*named, program=BARE) == asked(*named[::-1], program=BARE)
     assert asked(program=BARE).empty
 

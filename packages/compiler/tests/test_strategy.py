@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -210,3 +211,38 @@ def test_one_directive_and_one_axis_need_no_tuple() -> None:
     assert shard(where(), over=("tp",)) == shard(where(), over="tp")  # type: ignore[arg-type]  # one name alone
     with pytest.raises(DirectiveError, match="Strategy: 3 is no directive"):
         Strategy(Mesh(), 3)  # type: ignore[arg-type]  # on purpose
+
+
+MESH = Mesh(pp=2, dp=3, cp=2)
+
+
+def sized(*items: Any, global_batch: int | None = 24) -> Strategy:
+    """A strategy with one replication over dp, and states over cp, along which rows are the same."""
+    shared = (shard(where(), over="cp", index="tokens"), replicate(where(), ("dp", "cp"), zero=1))
+    return Strategy(MESH, (items, shared), global_batch=global_batch)
+
+
+def test_recipes_take_sizes_from_the_strategy() -> None:
+    given = sized(recipes.interleaved(pp=2, microbatches=4, chunks=2), global_batch=None)
+    assert given.replicas == 3
+    assert sized(recipes.interleaved(rows=2, chunks=2)) == given
+    assert sized(*recipes.interleaved(microbatches=4, chunks=2), global_batch=None) == given
+    assert sized(recipes.interleaved(rows=4, chunks=2)) != given
+    plain = Strategy(Mesh(pp=2), recipes.pipeline(pp=2, microbatches=3))
+    assert Strategy(Mesh(pp=2), recipes.pipeline(rows=1), global_batch=3) == plain
+    assert type(recipes.expert_parallel()) is tuple
+
+
+def test_sizes_of_recipes_that_do_not_go_together() -> None:
+    with pytest.raises(DirectiveError, match=r"gpipe\(rows=1, microbatches=2\): give one of both"):
+        recipes.gpipe(rows=1, microbatches=2)
+    with pytest.raises(DirectiveError, match=r"rows=1.*give them as Strategy"):
+        sized(recipes.gpipe(rows=1), global_batch=None)
+    with pytest.raises(DirectiveError, match=r"24 rows .* 3 replicas .* 3 rows; use rows=2"):
+        sized(recipes.gpipe(rows=3))
+    with pytest.raises(DirectiveError, match="a multiple of 3 rows"):
+        sized(recipes.gpipe(rows=1), global_batch=25)
+    with pytest.raises(DirectiveError, match=r"rows=True.*an integer"):
+        sized(recipes.gpipe(rows=True))
+    with pytest.raises(TypeError, match="chunks"):
+        recipes.gpipe(rows=1, chunks=2)

@@ -219,7 +219,6 @@ def test_a_part_that_no_layer_has_is_refused() -> None:
     ("more", "stand_in", "words_of_it"),
     [
         ("--fp8-format hybrid --fp8-recipe blockwise", "bf16", "too slow"),
-        ("--mtp-num-layers 1", "no-mtp", "left out"),
         ("--optimizer muon", "adam", "as AdamW"),
         ("--optimizer-cpu-offload", "no-offload", "nothing is moved"),
         ("--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", "ring", "one ring"),
@@ -231,11 +230,25 @@ def test_stand_ins_are_asked_for_and_noted(more: str, stand_in: str, words_of_it
     assert any(words_of_it in note for note in described(more, 8, stand_in).notes)
 
 
-def test_layers_for_further_tokens_leave_a_layout() -> None:
+def test_layers_for_further_tokens_are_the_last_ones() -> None:
     parts = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*5|t*3m*2L --mtp-num-layers 2"
-    assert described(parts, 8, "no-mtp").layout.at == (5,)
-    with pytest.raises(JobError, match="stage 2 of 4 is empty"):
-        described(parts.replace("t*3m*2L", "t*3|m*2|L"), 8, "no-mtp")
+    job = described(f"{parts} --mtp-loss-scaling-factor 0.2")
+    assert (job.sizes.fields["mtp"], job.sizes.fields["mtp_weight"], job.layout.at) == (
+        2,
+        0.2,
+        (),  # five each
+    )
+    job = described(parts.replace("size 2", "size 4").replace("t*3m*2L", "t*3|m*2|L"))
+    assert (job.layout.at, job.layout.units) == ((6, 9, 11), "all")
+    plain = described("--pipeline-model-parallel-size 2 --mtp-num-layers 1")
+    assert (plain.layout.at, plain.sizes.fields["mtp_weight"]) == ((4,), 0.1)  # on the last stage
+
+
+def test_stages_without_layers_are_said() -> None:
+    parts = "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout"
+    layout = described(f"{parts} Et*4||t*3|tL").layout
+    assert (layout.at, layout.units) == ((4, 4, 7), "layers")
+    assert described(f"{parts} E||t*8|L").layout.at == (1, 1, 9)
 
 
 def test_experts_lie_along_tp_then_cp_then_the_replicas() -> None:
@@ -288,8 +301,9 @@ def test_experts_with_a_capacity_are_cut_by_tp() -> None:
         ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tttttx", 8, "'x' in stage 1"),
         ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tttL", 8, "it has 6 layers"),
         ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout ttttE|ttttL", 8, "one E first"),
-        ("--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout Ett||t*6L", 3, "stage 1 of 3 is empty"),
-        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*4|t*4mL --mtp-num-layers 1", 8, "MTP"),
+        ("--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout |Ett|t*6L", 3, "one E first"),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*4|t*4L --mtp-num-layers 1", 8,
+         "it has 0 layers for further tokens, and the model has 1"),
         ("--global-batch-size 60", 8, "60 rows of a step do not divide into 8 replicas"),
         ("--step-batch-size-schedule 0:16 many", 8, "pairs such as"),
         ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "

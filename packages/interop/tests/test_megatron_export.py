@@ -56,7 +56,7 @@ def layouts(draw: st.DrawFn) -> DeviceLayout:
     number = pp * chunks
     counts = stages.evened(8, number)
     if number > 1 and draw(st.booleans()):
-        ends = draw(st.sets(st.integers(1, 7), min_size=number - 1, max_size=number - 1))
+        ends = draw(st.lists(st.integers(0, 8), min_size=number - 1, max_size=number - 1))
         bounds = (0, *sorted(ends), 8)
         counts = tuple(b - a for a, b in pairwise(bounds))
     at, units = stages.boundaries(counts)
@@ -138,6 +138,21 @@ def test_mixtures_come_back(more: str) -> None:
         base = base.replace("--swiglu --disable-bias-linear ", "")
     job = described(more, base=base)
     assert replace(back(job), notes=job.notes) == job
+
+
+@each_case(
+    "parts",
+    [
+        "",
+        "--pipeline-model-parallel-size 2",
+        "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et*3|t*4||tmmL",
+        "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et*8|m|m|L",
+    ],
+)
+def test_layers_for_further_tokens_come_back(parts: str) -> None:
+    job = described(f"{parts} --mtp-num-layers 2 --mtp-loss-scaling-factor 0.2 --vocab-size 1024")
+    assert replace(back(job), notes=job.notes) == job
+    assert job.sizes.fields["mtp"] == 2
 
 
 @each_case(

@@ -76,6 +76,12 @@ def test_stages_by_names_are_those_stages(tmp_path):
         "parallelism__module_fqns_per_model_part": parts,
     }
     assert imported(tmp_path, 2, **changes).layout.at == (2,)
+    changes["parallelism__pipeline_parallel_degree"] = 3
+    changes["parallelism__module_fqns_per_model_part"] = [parts[0], [], parts[1]]
+    assert imported(tmp_path, 3, **changes).layout.at == (2, 2)
+    changes["parallelism__module_fqns_per_model_part"] = [[], *parts]
+    with pytest.raises(JobError, match="embedding on the first stage"):
+        imported(tmp_path, 3, **changes)
 
 
 def test_an_interleaved_schedule_has_two_stages_on_each_device(tmp_path):

@@ -67,6 +67,9 @@ def test_a_matrix_product_reaches_what_was_measured_at_best() -> None:
     thin = replace(MATMUL, dims=(8192, 8192, 32), flops=2 * 8192 * 8192 * 32)
     nbytes = thin.bytes / (3.35e12 * 0.90)
     assert by_kind(EAGER, thin, backward=False) == pytest.approx(nbytes), "its bytes take longer"
+    convolution = replace(MATMUL, dims=(), op="convolution")
+    seconds = by_kind(EAGER, convolution, backward=False)
+    assert seconds == pytest.approx(MATMUL.flops / 794.5e12, rel=1e-3), "it counts by its FLOPs"
 
 
 def test_attention_reaches_what_its_kernel_does() -> None:

@@ -185,6 +185,16 @@ def _deepseek(fields: Fields) -> Mapping[str, Any]:
     }
 
 
+def _gpt_oss(fields: Fields) -> Mapping[str, Any]:
+    """Say how GPT-OSS gates its experts: by quick_gelu, whatever `hidden_act` says, of bounded products."""
+    if fields.get("hidden_act", "silu") != "silu":
+        raise Unsaid(f"hidden_act={fields['hidden_act']!r}")
+    limit = fields.get("swiglu_limit", 7.0)
+    if isinstance(limit, bool) or not isinstance(limit, int | float):
+        raise Unsaid(f"swiglu_limit={limit!r}")
+    return {"activation": "quick_gelu", "experts.clamp": limit}
+
+
 def _mpt(fields: Fields) -> Mapping[str, Any]:
     """Read MPT's own dictionary of attention."""
     attention = fields.get("attn_config") or {}
@@ -308,8 +318,19 @@ ROWS: Mapping[str, ConfigRow] = {
         reads=("topk_method", "scoring_func", "n_group", "topk_group", "n_shared_experts", "num_key_value_heads", "head_dim"),
     ),
     "deepseek_v3": ConfigRow(
-        _DEEPSEEK, {}, {**_DEFAULTS, "norm_topk_prob": True, "first_k_dense_replace": 0}, derived=_deepseek,
+        {**_DEEPSEEK, "mtp": "num_nextn_predict_layers"}, {},
+        {**_DEFAULTS, "norm_topk_prob": True, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}, derived=_deepseek,
         reads=("topk_method", "scoring_func", "n_group", "topk_group", "n_shared_experts", "num_key_value_heads", "head_dim"),
+    ),
+    "gpt_oss": ConfigRow(
+        {**_LLAMA, **_EXPERTS, "experts.number": ("num_local_experts", "num_experts"), "experts.hidden": "intermediate_size",
+         "experts.top_k": ("num_experts_per_tok", "experts_per_token")},
+        {"sinks": True, "attention": "math", "experts.bias": True},
+        {**_DEFAULTS, "norm_topk_prob": True, "rope_theta": 150_000.0, "rms_norm_eps": 1e-5, "num_key_value_heads": 8,
+         "head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2, "attention_bias": True},
+        {**_ATTENTION, "swiglu_alpha": {None: {}, 1.702: {}}}, "typed", _gpt_oss,
+        ("swiglu_limit", "initial_context_length", "experts_per_token"),
+        ("attention with sinks is written out, which keeps its scores: a kernel for it needs less memory and time",),
     ),
     "granite": ConfigRow(
         _LLAMA, {}, _DEFAULTS, {**_ATTENTION, **_MLP},
@@ -341,7 +362,6 @@ ROWS: Mapping[str, ConfigRow] = {
 """The types (`model_type`) that a DecoderConfig describes to the parameter."""
 OTHERS: Mapping[str, str] = {
     "gemma3": "it also sees images; its text_config alone is a gemma3_text",
-    "gpt_oss": "its fields have no row here yet",
     "qwen3_next": "its attention is linear in three of four layers",
     "jamba": "most of its layers are no attention",
     "mamba": "it has no attention",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -72,6 +73,31 @@ class DecoderBlock(nn.Module):
         return (y, balance) if self.balanced else y
 
 
+class FurtherBlock(nn.Module):
+    """Predict a further token from the tokens so far and the embedding of the one `ahead` of each.
+
+    That is a module of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2) with its norm before the
+    head, which the next such module reads, as in Megatron-LM. Embedding and head are the model's own. The last `ahead`
+    tokens of a row read those at its begin; no token before them sees that, and they have no loss.
+    """
+
+    def __init__(self, config: DecoderFields, number: int, ahead: int) -> None:
+        super().__init__()
+        self.ahead = ahead
+        self.norm_tokens, self.norm_embedding, self.norm = (
+            norm_of(config, config.width) for _ in range(3)
+        )
+        self.project = nn.Linear(2 * config.width, config.width, bias=False)
+        self.block = DecoderBlock(config, number)
+
+    def forward(self, x: Tensor, tokens: Tensor, embedding: Tensor, *rest: Tensor | None) -> Any:
+        """Return the normed tokens [rows, T, width], and the loss that balances experts if the block has one."""
+        ahead = F.embedding(tokens.roll(-self.ahead, 1), embedding)
+        read = torch.cat([self.norm_tokens(x), self.norm_embedding(ahead)], -1)
+        y = self.block(self.project(read), *rest)
+        return (self.norm(y[0]), y[1]) if self.block.balanced else self.norm(y)
+
+
 def dropped(module: DecoderBlock | Decoder, x: Tensor) -> Tensor:
     """Return x with the module's share of it set to 0 in training."""
     return F.dropout(x, module.dropout, module.training) if module.dropout else x
@@ -84,9 +110,10 @@ class Decoder(nn.Module):
     Another such buffer is `read`: the keys [length, length] that layers with a window read. Each stage has it, so that
     no stage sends it.
 
-    If the config balances experts, the result is (logits, balance [rows]), where `balance` is the sum over layers of
-    `ExpertLayer.balance`. Its mean over rows is a part of the loss, which is the same however rows are cut into
-    microbatches and over replicas, since it is a number of each row.
+    If the config balances experts or predicts further tokens, the result is a tuple of the logits, those of each
+    further token, and `balance` [rows], the sum over layers of `ExpertLayer.balance`. Its mean over rows is a part of
+    the loss, which is the same however rows are cut into microbatches and over replicas, since it is a number of each
+    row.
     """
 
     cos: Tensor
@@ -104,6 +131,9 @@ class Decoder(nn.Module):
         )
         self.layers = nn.ModuleList(DecoderBlock(config, k) for k in range(config.layers))
         self.norm = norm_of(config, config.width)
+        self.mtp = nn.ModuleList(
+            FurtherBlock(config, config.layers + k, k + 1) for k in range(config.mtp)
+        )
         self.head = nn.Linear(config.width, config.vocab, bias=config.head_bias)
         if config.rotary_dim:
             cos, sin = rotary(config.length, config.rotary_dim, config.theta)
@@ -131,10 +161,21 @@ class Decoder(nn.Module):
             x = layer(x, cos, sin, None if window is None else mask, balance)
             if self.config.balanced:
                 x, balance = x
-        logits, cap = self.head(self.norm(x)), self.config.logit_cap
-        if cap is not None:
-            logits = cap * (logits / cap).tanh()
-        return (logits, balance) if self.config.balanced else logits
+        read = [self.norm(x)]
+        for number, block in enumerate(self.mtp, self.config.layers):
+            masked = None if self.config.window_of(number) is None else mask
+            x = block(read[-1], tokens, self.tokens.weight, cos, sin, masked, balance)
+            if self.config.balanced:
+                x, balance = x
+            read.append(x)
+        results = [self._capped(self.head(x)) for x in read]
+        if balance is not None:
+            results.append(balance)
+        return tuple(results) if len(results) > 1 else results[0]
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        cap = self.config.logit_cap
+        return logits if cap is None else cap * (logits / cap).tanh()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -182,6 +182,9 @@ class DecoderFields:
         latent: The sizes of latent attention, in place of heads' own keys and values.
         experts: The sizes of a mixture, in place of the feed-forward part.
         dense_layers: The first layers, which have no experts.
+        mtp: Tokens behind the next one that are predicted, too, each by a block of its own behind the layers
+            (multi-token prediction; DeepSeek-V3, arXiv 2412.19437, section 2.2). They are the last layers of stages.
+        mtp_weight: The weight of the mean of their losses (there 0.3, later 0.1).
     """
 
     layers: int
@@ -220,6 +223,8 @@ class DecoderFields:
     latent: Latent | None = None
     experts: Experts | None = None
     dense_layers: int = 0
+    mtp: int = 0
+    mtp_weight: float = 0.3
 
     def __post_init__(self) -> None:
         sizes = ("layers", "width", "heads", "hidden", "vocab", "length", "parallel_norms")
@@ -298,6 +303,12 @@ class DecoderFields:
             raise JobError(f"DecoderConfig(logit_cap={cap!r}): a number above 0 is needed, or None")
         if self.window is not None:
             check_sizes(self, window=self.window)
+        if isinstance(self.mtp, bool) or not isinstance(self.mtp, int) or self.mtp < 0:
+            raise JobError(f"DecoderConfig(mtp={self.mtp!r}): an integer from 0 on is needed")
+        if not 0 < self.mtp_weight < math.inf:
+            raise JobError(
+                f"DecoderConfig(mtp_weight={self.mtp_weight!r}): a number above 0 is needed, such as 0.3"
+            )
         dense = self.dense_layers
         if isinstance(dense, bool) or not isinstance(dense, int) or not 0 <= dense < self.layers:
             raise JobError(
@@ -344,6 +355,9 @@ class DecoderFields:
             ("gated", False, not self.gated and self.experts is not None and self.experts.clamp is not None,
              "Experts(clamp=...) bounds a gate and needs one; True is accepted"),
             ("dense_layers", self.dense_layers, self.dense_layers > 0 and self.experts is None, "it needs `experts`"),
+            ("mtp", self.mtp, self.mtp >= self.length, f"fewer tokens than the {self.length} of a row are needed"),
+            ("mtp", self.mtp, self.mtp > 0 and (self.positions == "learned" or self.embedding_norm),
+             "positions='rotary', 'alibi' or 'none' without a norm behind the embedding are accepted with it"),
             ("tied", True, self.tied and self.head_bias, "head_bias=False is needed"),
         ]  # fmt: skip
 

@@ -71,7 +71,7 @@ _READ = frozenset({
 """The fields that count in more than one type."""
 _OPTIONAL = {"kv_heads", "head_dim", "rotary_part", "latent.q_rank", "logit_cap", "eps"}
 """The fields of a DecoderConfig that have a default if a file leaves them out."""
-_FROM_ZERO = {"dense_layers", "experts.shared_hidden"}
+_FROM_ZERO = {"dense_layers", "experts.shared_hidden", "mtp"}
 _SWITCHES = {"tied", "experts.normalized"}
 
 
@@ -159,7 +159,7 @@ def _check_all(row: ConfigRow, fields: Mapping[str, Any]) -> None:
         ):
             raise Unsaid(f"{name}={fields[name]!r}")
     quantized = fields.get("quantization_config")
-    if quantized is not None and not _trained_in_eight_bits(quantized):
+    if quantized is not None and not _kept_in_fewer_bits(quantized):
         raise Unsaid("quantization_config")
     theirs = {
         name
@@ -173,8 +173,9 @@ def _check_all(row: ConfigRow, fields: Mapping[str, Any]) -> None:
         raise Unsaid(f"unknown fields: {', '.join(unread)}")
 
 
-def _trained_in_eight_bits(quantized: object) -> bool:
-    return isinstance(quantized, Mapping) and quantized.get("quant_method") == "fp8"
+def _kept_in_fewer_bits(quantized: object) -> bool:
+    """Return whether a file keeps the weights of products in fewer bits (DeepSeek-V3, GPT-OSS), and nothing else."""
+    return isinstance(quantized, Mapping) and quantized.get("quant_method") in ("fp8", "mxfp4")
 
 
 def _activation(row: ConfigRow, fields: Mapping[str, Any]) -> str:
@@ -259,7 +260,9 @@ def _built(said: Mapping[str, Any], file: Path) -> DecoderConfig:
 def _notes(row: ConfigRow, fields: Mapping[str, Any]) -> Iterator[str]:
     yield from row.notes
     yield from (
-        f"{name}={fields[name]}: {how}" for name, how in NEAREST.items() if fields.get(name)
+        f"{name}={fields[name]}: {how}"
+        for name, how in NEAREST.items()
+        if fields.get(name) and name not in row.sizes.values()
     )
     if fields.get("quantization_config") is not None:
         yield "quantization_config: weights have the precision of the job"

@@ -19,6 +19,9 @@ from piper_runtime.rank import Job, Precision
 SEED_STRIDE = 1_000_003
 """The distance between the seeds of two steps: more than the rows of a batch, as CPU generators use 32 bits only."""
 
+NO_TARGET = -100
+"""The target of a token that has none, which cross-entropy leaves out."""
+
 
 def job(
     model: str | DecoderConfig,
@@ -52,7 +55,10 @@ def job(
     return Job(
         _build(config),
         _batch(config.vocab, config.length),
-        _loss(config.experts.balance if config.experts is not None else 0.0),
+        _loss(
+            config.experts.balance if config.experts is not None else 0.0,
+            config.mtp_weight if config.mtp else 0.0,
+        ),
         partial(adamw, lr=lr),
         global_batch=global_batch,
         tokens_per_row=config.length,
@@ -87,8 +93,8 @@ def _build(config: DecoderConfig) -> Callable[[], nn.Module]:
 
 
 @cache  # as above
-def _loss(balance: float) -> Callable[[Any, Tensor], Tensor]:
-    return partial(balanced_cross_entropy, balance) if balance else cross_entropy
+def _loss(balance: float, further: float) -> Callable[[Any, Tensor], Tensor]:
+    return partial(weighted_losses, balance, further) if balance or further else cross_entropy
 
 
 @cache  # as above
@@ -111,10 +117,34 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def balanced_cross_entropy(weight: float, output: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
-    """Return the cross-entropy, and `weight` times the mean over rows of the loss that balances experts."""
-    logits, balance = output
-    return cross_entropy(logits, targets) + weight * balance.mean()
+def weighted_losses(
+    balance: float, further: float, output: tuple[Tensor, ...], targets: Tensor
+) -> Tensor:
+    """Return the cross-entropy, with a part of weight `further` for further tokens, and `balance` for experts.
+
+    The first is the mean over the tokens ahead of `further_cross_entropy`, the other the mean over rows of the loss
+    that balances experts. A part with weight 0 is not in the output.
+    """
+    logits, *rest = output
+    loss = cross_entropy(logits, targets)
+    if balance:
+        loss = loss + balance * rest.pop().mean()
+    for ahead, predicted in enumerate(rest, 1):
+        loss = loss + further / len(rest) * further_cross_entropy(predicted, targets, ahead)
+    return loss
+
+
+def further_cross_entropy(logits: Tensor, targets: Tensor, ahead: int) -> Tensor:
+    """Return the cross-entropy of the targets that stand `ahead` tokens behind, over all tokens of the rows.
+
+    The last tokens of a row have no such target and count as 0 (arXiv 2412.19437, eq. 24).
+    """
+    none = targets.new_full((targets.shape[0], ahead), NO_TARGET)
+    later = torch.cat([targets[:, ahead:], none], 1)
+    total = F.cross_entropy(
+        logits.flatten(0, 1), later.flatten(), ignore_index=NO_TARGET, reduction="sum"
+    )
+    return total / targets.numel()
 
 
 def adamw(named: list[tuple[str, nn.Parameter]], lr: float) -> torch.optim.Optimizer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,7 +86,8 @@ def sizes_of(path: Path) -> ModelSizes:
         raise JobError(
             f"--model {path}: the models here do not say the same as a {described.type} ({described.missing})"
         )
-    return model_sizes(described.config)
+    # The classes of transformers leave out the blocks that predict further tokens.
+    return model_sizes(replace(described.config, mtp=0))
 
 
 def model_sizes(config: Any) -> ModelSizes:

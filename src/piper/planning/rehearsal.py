@@ -126,6 +126,7 @@ def shrunk_model(config: DecoderConfig, stages: int) -> DecoderConfig:
         "length": 32,
         "window": None if config.window is None else 8,
         "dense_layers": dense,
+        "mtp": min(config.mtp, 1),
     }
     if config.latent is not None:
         q_rank = None if config.latent.q_rank is None else 16

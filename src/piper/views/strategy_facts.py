@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
 
 from piper_compiler import Strategy, recipes
 from piper_compiler.directives import (
     order,
     recompute,
     replicate,
-    shard,
     split,
     split_backward,
 )
@@ -44,10 +42,7 @@ def facts_of(strategy: Strategy, global_batch: int | None) -> StrategyFacts:
     if not any(isinstance(d, order) for d in strategy.directives) and stages > 1:
         words.append("default order")
     words += _sharing(strategy) + _recomputing(strategy)
-    shared = {d.over for d in strategy.directives if isinstance(d, shard) and not d.experts}
-    axes = {axis for d in strategy.directives if isinstance(d, replicate) for axis in d.over}
-    axes -= shared  # only states are sharded along these: rows are the same
-    parts = microbatches * prod(strategy.mesh.size(axis) for axis in axes)
+    parts = microbatches * strategy.replicas
     rows = global_batch // parts if global_batch and not global_batch % parts else None
     sizes = ", ".join(f"{axis}={strategy.mesh.size(axis)}" for axis in reversed(strategy.mesh.axes))
     return StrategyFacts(sizes or "1 device", ", ".join(words), rows)

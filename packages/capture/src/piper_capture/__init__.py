@@ -19,6 +19,7 @@ from piper_capture.steps.codegen import StepCode, compile_step
 from piper_capture.steps.recompute import POLICIES
 from piper_capture.store.assemble import capture, trace, with_layers
 from piper_capture.store.codestore import Captured, CodeStore
+from piper_capture.store.empty_stages import with_empty_stages
 from piper_capture.store.layout_facts import (
     ChunkFacts,
     IndexFacts,
@@ -72,6 +73,7 @@ __all__ = [
     "tag",
     "trace",
     "tracer_settings",
+    "with_empty_stages",
     "with_layers",
     "with_policies",
     "with_shardings",

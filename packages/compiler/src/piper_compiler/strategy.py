@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from piper_compiler.directives import REGISTRY, Directive, describe
+from piper_compiler.directives.replicate import Replicate
+from piper_compiler.directives.shard import Shard
+from piper_compiler.recipes.registry import SizedLater
 from piper_ir.ground.codec import decode, read_document, tagged
 from piper_ir.ground.errors import CompileError, DirectiveError, FormatError, OutputError
 from piper_ir.ground.mesh import AXES, Mesh
@@ -19,7 +22,10 @@ STRATEGY_VERSION = 1
 
 @dataclass(frozen=True)
 class Strategy:
-    """Hold a mesh and directives: `Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=4))`.
+    """Hold a mesh and directives: `Strategy(Mesh(pp=2), recipes.gpipe(microbatches=4))`.
+
+    Recipes that leave sizes to the strategy get them here: `pp` from the mesh, and microbatches from their `rows`, the
+    replicas and `global_batch`, the rows of a step over all replicas.
 
     Attributes:
         directives: in the order in which they are applied, or one alone; nested tuples and lists are flattened.
@@ -37,18 +43,39 @@ class Strategy:
         directives: Directive | Iterable[Any] = (),
         *,
         params: Mapping[str, Any] | None = None,
+        global_batch: int | None = None,
     ) -> None:
         if not isinstance(mesh, Mesh):
             raise DirectiveError(
                 f"Strategy: the first argument is {type(mesh).__name__}; a Mesh is expected, e.g. Mesh(pp=2)"
             )
         object.__setattr__(self, "mesh", mesh)
-        object.__setattr__(
-            self,
-            "directives",
-            tuple(_flatten(directives if isinstance(directives, Iterable) else [directives])),
-        )
+        items = tuple(_flatten(directives if isinstance(directives, Iterable) else [directives]))
+        object.__setattr__(self, "directives", items)
+        if any(isinstance(item, SizedLater) for item in items):
+            whole = [
+                item.directives(mesh, self.replicas, global_batch)
+                if isinstance(item, SizedLater)
+                else item
+                for item in items
+            ]
+            object.__setattr__(self, "directives", tuple(_flatten(whole)))
         object.__setattr__(self, "params", dict(params or {}))
+
+    @property
+    def replicas(self) -> int:
+        """Return the number of replicas with rows of their own.
+
+        Along axes whose devices share chunks, which `replicate` may name for states, rows are the same.
+        """
+        over = {axis for d in self.directives if isinstance(d, Replicate) for axis in d.over}
+        same = {
+            axis
+            for d in self.directives
+            if isinstance(d, Shard) and not d.experts
+            for axis in d.axes
+        }
+        return self.mesh.degree(over - same)
 
     def with_params(self, params: Mapping[str, Any]) -> Strategy:
         """Return the same strategy with these values for the record; raise DirectiveError if JSON cannot hold one."""
@@ -107,10 +134,12 @@ class Strategy:
         return Strategy(_mesh(data["mesh"], f"{where}.mesh"), directives, params=params)
 
 
-def _flatten(items: Iterable[Any]) -> Iterable[Directive]:
+def _flatten(items: Iterable[Any]) -> Iterable[Directive | SizedLater]:
     for item in items:
         if isinstance(item, tuple | list):
             yield from _flatten(item)
+        elif isinstance(item, SizedLater):
+            yield item
         elif isinstance(item, Directive) and is_dataclass(item) and not isinstance(item, type):
             yield item
         else:

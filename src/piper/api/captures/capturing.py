@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from piper.api.captures.kept_captures import forget, kept_or_made, write_first
 from piper_compiler import ASKED_FOR, CaptureRequest
+from piper_compiler.directives.partition import before_empty
 from piper_ir.ground.errors import CaptureError
 from piper_ir.program.ops import CHECKPOINT
 from piper_ir.program.program import Program
@@ -72,7 +73,13 @@ def rewritten(traced: Traced | Captured, request: CaptureRequest) -> Captured:
 
     Regions that the model itself puts under `torch.utils.checkpoint` have their variants, too.
     """
-    from piper_capture import with_layers, with_policies, with_shardings, with_tiles
+    from piper_capture import (
+        with_empty_stages,
+        with_layers,
+        with_policies,
+        with_shardings,
+        with_tiles,
+    )
 
     with working("cutting the model at its layers"):
         captured = with_layers(traced, request.layers)
@@ -81,6 +88,7 @@ def rewritten(traced: Traced | Captured, request: CaptureRequest) -> Captured:
         captured = with_tiles(captured, request.tiles)
         if request.shardings:
             captured = with_shardings(captured, request.shardings)
+        captured = with_empty_stages(captured, before_empty(captured.program, request.empty_stages))
         policies = request.policies
         if any(CHECKPOINT in c.coords for c in captured.program.chunks):
             policies = (*policies, ASKED_FOR)

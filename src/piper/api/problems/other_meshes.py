@@ -102,18 +102,13 @@ def _product(sizes: Any) -> int:
 def _microbatches(strategy: Strategy, mesh: Mesh, global_batch: int) -> list[int]:
     """Return numbers of microbatches that divide the rows of a replica, the one with as many rows as before first."""
     before = next((d.microbatches for d in strategy.directives if isinstance(d, split)), 1)
-    rows = global_batch // (_replicas(strategy, strategy.mesh) * before)
-    mine, left = divmod(global_batch, _replicas(strategy, mesh))
+    rows = global_batch // (strategy.replicas * before)
+    mine, left = divmod(global_batch, Strategy(mesh, strategy.directives).replicas)
     if left:
         return []
     wanted = mine / max(rows, 1)
     fitting = [m for m in range(1, mine + 1) if mine % m == 0 and wanted / 2 <= m <= 2 * wanted]
     return sorted(fitting, key=lambda m: (abs(m - wanted), m))
-
-
-def _replicas(strategy: Strategy, mesh: Mesh) -> int:
-    axes = {axis for d in strategy.directives if isinstance(d, replicate) for axis in d.over}
-    return _product(mesh.size(axis) for axis in axes)
 
 
 def _resized(

@@ -37,6 +37,31 @@ from piper_ir.program.program import Chunk, Program, Signature, Step, bind_chunk
 
 
 @dataclass(frozen=True)
+class PassedOn:
+    """Say how to trace the code of a chunk that passes values on: F copies them, I copies their gradients back.
+
+    Nothing is kept for I, so that the code is the same under any policy of recomputation.
+
+    Attributes:
+        specs: of the values, affine in rows.
+        needs_grad: which of them have gradients.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    needs_grad: tuple[bool, ...]
+
+    def joint(self, rows: int) -> Joint:
+        """Return the graph of forward and backward."""
+        graph = fx.Graph()
+        graph.output(tuple(graph.placeholder(f"value{k}") for k in range(len(self.specs))))
+        inputs = [
+            JointInput("value", example_tensor(spec, rows), needs_grad)
+            for spec, needs_grad in zip(self.specs, self.needs_grad, strict=True)
+        ]
+        return trace_joint(fx.GraphModule(torch.nn.Module(), graph), inputs, self.needs_grad)
+
+
+@dataclass(frozen=True)
 class TraceSpec:
     """Say how to trace one code at any number of rows.
 
@@ -176,6 +201,7 @@ class CodeStore:
 
     def __init__(self) -> None:
         self._recipes: dict[str, TraceSpec] = {}
+        self._passed: dict[str, PassedOn] = {}
         self._counters: dict[str, CounterSpec] = {}
         self._traced: dict[tuple[str, int], TracedChunk] = {}
         self._joints: dict[tuple[str, int], Joint] = {}
@@ -184,6 +210,10 @@ class CodeStore:
 
     def add(self, code: str, recipe: TraceSpec) -> None:
         self._recipes.setdefault(code, recipe)
+
+    def add_passed(self, code: str, passed: PassedOn) -> None:
+        """Let the store make the code of a chunk that passes values on."""
+        self._passed.setdefault(code, passed)
 
     def add_counter(self, counter: CounterSpec) -> None:
         """Let the store make the code that counts in a batch."""
@@ -199,7 +229,10 @@ class CodeStore:
         name = variant_name(code, keep)
         if inside is not None:
             name += f" {hashlib.sha256(repr(inside).encode()).hexdigest()[:16]}"
-        self._recipes.setdefault(name, replace(self._recipes[code], keep=keep, inside=inside))
+        if code in self._passed:
+            self.add_passed(name, self._passed[code])
+        else:
+            self._recipes.setdefault(name, replace(self._recipes[code], keep=keep, inside=inside))
         return name
 
     def shared(
@@ -262,8 +295,8 @@ class CodeStore:
 
     def joint(self, code: str, rows: int) -> Joint:
         """Return the graph of forward and backward, which policies and devices that share it have in common."""
-        recipe = self._recipes[code]
-        if recipe.shardings:
+        recipe = self._passed.get(code) or self._recipes[code]
+        if isinstance(recipe, TraceSpec) and recipe.shardings:
             return self.layouts(code, rows).joint
         if (code, rows) not in self._joints:
             self._joints[code, rows] = recipe.joint(rows)
@@ -280,6 +313,7 @@ class CodeStore:
 
     def __iter__(self) -> Iterator[str]:
         yield from self._recipes
+        yield from self._passed
         yield from self._counters
 
     def __len__(self) -> int:
@@ -287,7 +321,7 @@ class CodeStore:
 
     def trace(self, code: str, rows: int) -> TracedChunk:
         """Return the chunk's steps at exactly `rows` rows, with plain integers as sizes."""
-        if code not in self._recipes and code not in self._counters:
+        if code not in set(self):
             raise CaptureError(
                 f"no code {code!r} in this store; it holds {', '.join(self._recipes)}"
             )
@@ -300,12 +334,14 @@ class CodeStore:
             traced = (
                 counter.trace(rows)
                 if counter is not None
-                else self._made(code, self._recipes[code], rows)
+                else self._made(code, self._passed.get(code) or self._recipes[code], rows)
             )
             self._traced[code, rows] = traced
         return traced
 
-    def _made(self, code: str, recipe: TraceSpec, rows: int) -> TracedChunk:
+    def _made(self, code: str, recipe: TraceSpec | PassedOn, rows: int) -> TracedChunk:
+        if isinstance(recipe, PassedOn):
+            return cut_chunk(recipe.joint(rows), KEEP_ALL)
         if recipe.piece.opaque:
             return recipe.opaque(rows)
         base = code if recipe.keep == KEEP_ALL else code.partition(variant_name("", ""))[0]

@@ -23,7 +23,7 @@ from piper_capture.steps.joint import TracedChunk
 from piper_capture.steps.linearity import Auxiliary
 from piper_capture.steps.routed import Routed, RoutedLayouts
 from piper_capture.store.assemble import with_layers
-from piper_capture.store.codestore import Captured, CodeStore, TraceSpec
+from piper_capture.store.codestore import Captured, CodeStore, PassedOn, TraceSpec
 from piper_capture.store.sharding import cut_at_experts, with_shardings
 from piper_capture.store.tiles import with_tiles
 from piper_capture.store.traced import Traced
@@ -276,6 +276,9 @@ class StoredCode(CodeStore):
 
     def add(self, code: str, recipe: TraceSpec) -> None:
         self._again().code.add(code, recipe)
+
+    def add_passed(self, code: str, passed: PassedOn) -> None:
+        self._again().code.add_passed(code, passed)
 
     def add_counter(self, counter: CounterSpec) -> None:
         self._again().code.add_counter(counter)

@@ -12,6 +12,7 @@ from piper_capture.store.assemble import TRACE_ROWS
 from piper_capture.store.codestore import Captured
 from piper_capture.store.sizes import Fitter, NotAffine, explain
 from piper_ir.ground.errors import CaptureError, SelectorError
+from piper_ir.ground.select import EMPTY
 from piper_ir.program.ops import BESIDE, KEEP_ALL, WITHIN
 from piper_ir.program.program import Chunk
 
@@ -79,7 +80,7 @@ def _inside(
     captured: Captured, chunk: Chunk, modules: Sequence[set[int]] | None
 ) -> tuple[tuple[int, ...], ...] | None:
     """Return for each policy the places in a chunk's body of its operations, without an earlier policy's."""
-    if modules is None:
+    if modules is None or EMPTY in chunk.coords:
         return None
     cut = captured.code.recipe(chunk.code).cut
     (piece,) = (piece for piece in cut.pieces if piece.region.id == chunk.id)

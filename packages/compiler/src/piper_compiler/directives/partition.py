@@ -5,20 +5,22 @@
 
 Legality
  1. stages is at least 1, and there are at least as many units as stages.
- 2. `at` is "even", "cost", or ascending first layers of the stages 1.. , one less than stages, within the layers.
+ 2. `at` is "even", "cost", or ascending first layers of the stages 1.. , one less than stages, within the layers. A
+    number that stands twice makes an empty stage.
  3. The model has layers, unless every node has a stage already.
  4. Stages that are already there agree: all nodes have one, they are 0..stages-1, and no other boundaries are asked
     for.
  5. Nothing is placed yet.
  6. `units` is one of UNITS, and the program has the units that it names.
  7. `layers` are patterns of names of modules; the program is captured for them, and no other partition has others.
+ 8. The chunks of empty stages are made when a model is captured, for one partition.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from piper_compiler.directives.base import Directive, describe, directive, fail, site_field
@@ -31,7 +33,7 @@ from piper_compiler.directives.prepare import (
 )
 from piper_compiler.durations import chunk_seconds
 from piper_ir.graph.graph import Graph
-from piper_ir.ground.select import LONGEST_CHAIN
+from piper_ir.ground.select import EMPTY, LONGEST_CHAIN
 from piper_ir.program.costs import Costs
 from piper_ir.program.program import Program
 
@@ -57,7 +59,8 @@ class Partition:
 
     Attributes:
         at: "even" gives the first stages one layer more when layers do not divide; "cost" minimises the slowest stage's
-            time; a tuple gives the first layers of the stages 1, 2, ...
+            time; a tuple gives the first layers of the stages 1, 2, ... A stage that begins where the next one does is
+            empty: it has a chunk that passes on the values of the stage before, with the coordinate `empty`.
         units: the units that may be stages of their own: "layers"; "embedding": the chunks before the first layer,
             too; "head": the chunks after the last layer (head and loss), too; "all": both. With them `at` counts units,
             from 0.
@@ -95,12 +98,21 @@ class Partition:
             if isinstance(item, Partition) and item.patterns not in ((), self.patterns):
                 text = f"{describe(item)} names others; one strategy has one set of layers"
                 raise fail(self, 7, text)
+        empty = tuple((self.units, first, stage) for stage, first in self._empty())
+        if empty and request.empty_stages not in ((), empty):
+            raise fail(self, 8, "another partition has other empty stages; one decides")
+        request = replace(request, empty_stages=empty or request.empty_stages)
         if self.patterns:
             return replace(request, layers=self.patterns)
-        wanted = max(self.stages - sum(UNITS[self.units]), 1)
+        wanted = max(self.stages - len(empty) - sum(UNITS[self.units]), 1)
         if request.layers or not lacks_layers(seen.program, wanted):
             return request
         return replace(request, layers=LONGEST_CHAIN)
+
+    def _empty(self) -> list[tuple[int, int]]:
+        """Return the stages that begin where the next one does, each with that number."""
+        at = self.at if isinstance(self.at, tuple) else ()
+        return [(k + 1, first) for k, (first, behind) in enumerate(pairwise(at)) if first == behind]
 
     def check(self, graph: Graph) -> None:
         self.check_form()
@@ -114,10 +126,10 @@ class Partition:
             return
         self._check_layers(graph.program)
         program_units = units_of(graph.program, self.units)
-        if len(program_units) < self.stages:
+        if len(program_units) < self.stages - len(self._empty()):
             raise fail(self, 1, self._too_few(graph.program, program_units))
         if isinstance(self.at, tuple):
-            self._check_boundaries(self.at, program_units)
+            self._check_boundaries(self.at, program_units, graph.program)
         elif self.at not in ("even", "cost"):
             raise fail(
                 self, 2, f'at={self.at!r}; "even", "cost" or a tuple of first layers is accepted'
@@ -196,17 +208,22 @@ class Partition:
                 f"the model is tagged with stages, so at={self.at!r} would have no effect; leave it out",
             )
 
-    def _check_boundaries(self, at: tuple[int, ...], units: list[Unit]) -> None:
+    def _check_boundaries(self, at: tuple[int, ...], units: list[Unit], program: Program) -> None:
         if len(at) != self.stages - 1:
             raise fail(
                 self, 2, f"{self.stages} stages need {self.stages - 1} boundaries, found {len(at)}"
             )
         names = _names(units, self.units)
-        if list(at) != sorted(set(at)) or not set(at) <= set(names[1:]):
+        if list(at) != sorted(at) or not set(at) <= set(names[1:]):
             what = "layers" if self.units == "layers" else "units"
             raise fail(
                 self, 2, f"boundaries must ascend and be among the {what} {names[1]}..{names[-1]}"
             )
+        made = {int(c.coords[EMPTY]) for c in program.chunks if EMPTY in c.coords}
+        if other := made.symmetric_difference(stage for stage, _ in self._empty()):
+            have = "a" if min(other) in made else "no"
+            text = f"this program has {have} chunk for the empty stage {min(other)}"
+            raise fail(self, 8, f"{text}; compile a job, with one partition that says its stages")
 
     def decided(self) -> Decided | None:
         """Return its decisions before it is compiled."""
@@ -220,7 +237,8 @@ class Partition:
         home = chunk_layers(graph.program, self.units)
         for node in graph.sequence:
             unit = home[str(node.coords["chunk"])]
-            edit.update(replace(node, coords={**node.coords, "stage": stage_of[unit]}))
+            stage = node.coords.get(EMPTY, stage_of[unit])
+            edit.update(replace(node, coords={**node.coords, "stage": stage}))
         return edit.done()
 
     def _stages(self, graph: Graph) -> dict[Unit, int]:
@@ -278,6 +296,27 @@ def chunk_layers(program: Program, which: str = "layers") -> dict[str, Unit]:
         latest = AFTER if after and k > last else chunk.coords.get("layer", latest)
         unit_by_chunk[chunk.id] = latest
     return unit_by_chunk
+
+
+def before_empty(
+    program: Program, empty: Iterable[tuple[str, int, int]]
+) -> dict[int, tuple[str, ...]]:
+    """Return for each empty stage of a request the chunks of the unit before it; see `CaptureRequest`.
+
+    A boundary that is no unit has none: `check` refuses it.
+    """
+    chunks: dict[int, tuple[str, ...]] = {}
+    for units, first, stage in empty:
+        if not layers_of(program) or not all(
+            there for wanted, there in zip(UNITS[units], _ends(program), strict=True) if wanted
+        ):
+            continue
+        every, home = units_of(program, units), chunk_layers(program, units)
+        numbers = _names(every, units)
+        if first in numbers[1:]:
+            before = every[numbers.index(first) - 1]
+            chunks[stage] = tuple(id for id, unit in home.items() if unit == before)
+    return chunks
 
 
 def stage_of_layers(

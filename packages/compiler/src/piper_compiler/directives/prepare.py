@@ -29,12 +29,15 @@ class CaptureRequest:
         shardings: how devices share the ops of chunks, for the axes with more than one device.
         policies: the policies of recomputation for which chunks have variants, in alphabetical order.
         tiles: the tiles of tokens in which logits and loss are computed.
+        empty_stages: the stages without layers, which pass on the values of the unit before them: (set of units, number
+            of the first unit behind them, stage), see `partition`.
     """
 
     layers: tuple[str, ...] = ()
     shardings: tuple[Sharding, ...] = ()
     policies: tuple[str, ...] = ()
     tiles: int = 1
+    empty_stages: tuple[tuple[str, int, int], ...] = ()
 
     @property
     def empty(self) -> bool:

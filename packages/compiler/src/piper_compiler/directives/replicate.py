@@ -37,10 +37,11 @@ from piper_compiler.directives.base import (
     site_field,
 )
 from piper_compiler.directives.decided import Decided
+from piper_compiler.directives.prepare import CaptureRequest, Preparation, lacks_layers
 from piper_compiler.directives.shard import Shard, shared_axes
 from piper_ir.graph.graph import Graph, Node, Replication
 from piper_ir.ground.mesh import AXES, Mesh, whole_axis
-from piper_ir.ground.select import Where
+from piper_ir.ground.select import LONGEST_CHAIN, Where
 from piper_ir.ground.shards import Shards
 from piper_ir.plan.plan import COMPUTE
 
@@ -107,6 +108,15 @@ class Replicate:
             object.__setattr__(
                 self, "shard", {state: as_names(axes) for state, axes in self.shard.items()}
             )
+
+    def prepare(self, request: CaptureRequest, seen: Preparation) -> CaptureRequest:
+        """Ask for a chain of like modules as layers if parameters are sharded and the program has no layers.
+
+        Parameters are gathered chunk by chunk.
+        """
+        if request.layers or not self.shards.params or not lacks_layers(seen.program, 1):
+            return request
+        return replace(request, layers=LONGEST_CHAIN)
 
     def check(self, graph: Graph) -> None:
         if (

@@ -17,7 +17,7 @@ from piper_compiler.directives import (
     split,
 )
 from piper_compiler.directives.shard import AttentionExchange, Overflow, TokenOrder
-from piper_compiler.recipes.registry import recipe
+from piper_compiler.recipes.registry import recipe, sized
 from piper_compiler.recipes.stages import check_numbers
 from piper_ir.ground.errors import DirectiveError
 from piper_ir.ground.select import ANY, Where, where
@@ -68,6 +68,7 @@ def one_f_one_b(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple
     return (*pipeline(pp=pp, microbatches=microbatches, at=at), *stage_orders(orders))
 
 
+@sized
 def pipeline(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
     """Partition into pp stages, split, and place stage r on device r, in the default order."""
     check_numbers("pipeline", pp=pp, microbatches=microbatches)

@@ -165,12 +165,25 @@ def _chunks(foreign: Foreign) -> int:
     return int(whole // pp // per_stage)
 
 
+def further(foreign: Foreign) -> int:
+    """Return the layers that predict further tokens (MTP)."""
+    return int(foreign.get("mtp-num-layers") or 0)
+
+
 def layers_of_stages(foreign: Foreign) -> tuple[int, ...]:
-    """Return the layers of each stage, in the order in which a microbatch passes them."""
-    pp, number, whole = foreign["pipeline-model-parallel-size"], chunks(foreign), layers(foreign)
+    """Return the layers of each stage, in the order in which a microbatch passes them.
+
+    Those for further tokens are on the last stage unless a layout says otherwise.
+    """
     layout = foreign.get("pipeline-model-parallel-layout")
     if layout is not None:
-        return stages.of_layout(layout, whole)
+        return stages.of_layout(layout, layers(foreign), further(foreign))
+    *others, last = _decoder_layers_of_stages(foreign)
+    return *others, last + further(foreign)
+
+
+def _decoder_layers_of_stages(foreign: Foreign) -> tuple[int, ...]:
+    pp, number, whole = foreign["pipeline-model-parallel-size"], chunks(foreign), layers(foreign)
     first, last = (foreign.get(f"decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
     embedding, loss = (
         foreign[f"account-for-{name}-in-pipeline-split"] for name in ("embedding", "loss")

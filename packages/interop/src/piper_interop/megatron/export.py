@@ -6,7 +6,7 @@ from piper_interop.megatron.describe import PP_FIRST, WHOLE_MB
 from piper_interop.megatron.export_sizes import write_sizes
 from piper_interop.megatron.exported import WrittenOptions
 from piper_interop.megatron.sizes import parts_of, policy_of
-from piper_interop.megatron.stages import counts_of, evened, layout
+from piper_interop.megatron.stages import counts_of, layout
 from piper_interop.neutral.described import USUAL_SCALE, DeviceLayout, JobDescription, Recomputation
 from piper_interop.neutral.system import Exported
 from piper_interop.neutral.writer import check_batch
@@ -154,7 +154,8 @@ def _pipeline(described: JobDescription, options: WrittenOptions) -> None:
 
 
 def _stages(described: JobDescription, chunks: int, options: WrittenOptions) -> None:
-    plan, layers = described.layout, int(described.sizes.fields["layers"])
+    plan, further = described.layout, int(described.sizes.fields.get("mtp", 0))
+    layers = int(described.sizes.fields["layers"]) + further
     number = plan.pp * chunks
     if (plan.at and len(plan.at) + 1 != number) or layers < number - 2 * (plan.units == "all"):
         options.refuse(
@@ -162,10 +163,11 @@ def _stages(described: JobDescription, chunks: int, options: WrittenOptions) -> 
         )
         return
     counts = counts_of(plan.at, plan.units, layers, number)
-    if counts == evened(layers, number) and layers % number == 0:
+    *others, last = counts
+    if len({*others, last - further}) == 1 and last > further:
         options.add("num-virtual-stages-per-pipeline-rank", chunks if chunks > 1 else None)
     else:
-        options.add("pipeline-model-parallel-layout", layout(counts))
+        options.add("pipeline-model-parallel-layout", layout(counts, further))
 
 
 def _states(described: JobDescription, options: WrittenOptions) -> None:
@@ -236,7 +238,8 @@ def _recompute(described: JobDescription, options: WrittenOptions) -> None:
     rules = [rule for rule in described.recompute if rule.keep != "all"]
     if not rules:
         return
-    rule, layers = rules[0], int(described.sizes.fields["layers"])
+    rule, fields = rules[0], described.sizes.fields
+    layers = int(fields["layers"]) + int(fields.get("mtp", 0))
     patterns = {p for one in rule.keep.split(BESIDE) for p in one.partition(WITHIN)[2].split("+")}
     parts = [name for name, all in parts_of(described.sizes).items() if all and patterns >= {*all}]
     if len(rules) == 1 and rule == Recomputation(policy_of(parts, described.sizes)):

@@ -49,6 +49,9 @@ def write_sizes(sizes: ModelSizes, length: int, tp: int, options: WrittenOptions
     options.add("untie-embeddings-and-output-weights", not fields["tied"])
     if fields["experts"] is not None:
         _experts(fields, options)
+    if fields["mtp"]:
+        options.add("mtp-num-layers", fields["mtp"])
+        options.add("mtp-loss-scaling-factor", fields["mtp_weight"])
 
 
 def _vocabulary(fields: dict[str, Any], tp: int, options: WrittenOptions) -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from piper_interop.megatron.degrees import layers, vocabulary
+from piper_interop.megatron.degrees import further, layers, vocabulary
 from piper_interop.megatron.table_model import DISCARDING, clamp, latent, mixture, written_out
 from piper_interop.neutral.described import ModelSizes
 from piper_interop.neutral.foreign import Foreign
@@ -18,7 +18,7 @@ DEFAULTS: dict[str, Any] = {
     "kv_heads": None, "head_dim": None, "activation": "silu", "gated": True, "norm": "rmsnorm", "eps": 1e-5,
     "attention_bias": "none", "mlp_bias": False, "positions": "rotary", "theta": 500_000.0, "rotary_part": 1.0,
     "qk_norm": False, "window": None, "window_every": 1, "sinks": False, "tied": False, "dropout": 0.0,
-    "attention": "fused", "latent": None, "experts": None, "dense_layers": 0,
+    "attention": "fused", "latent": None, "experts": None, "dense_layers": 0, "mtp": 0, "mtp_weight": 0.3,
 }  # fmt: skip
 EXPERT_DEFAULTS: dict[str, Any] = {
     "capacity_factor": None, "shared_hidden": 0, "shared_gate": False, "score": "softmax", "normalized": True,
@@ -48,6 +48,8 @@ def sizes(foreign: Foreign) -> ModelSizes:
             "dropout": foreign["hidden-dropout"] if written_out(foreign) else 0.0,
             "experts": experts(foreign) if mixture(foreign) else None,
             "dense_layers": dense_layers(foreign) if mixture(foreign) else 0,
+            "mtp": further(foreign),
+            "mtp_weight": foreign["mtp-loss-scaling-factor"] if further(foreign) else 0.3,
         }
     )
     return ModelSizes(

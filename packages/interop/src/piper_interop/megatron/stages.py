@@ -39,24 +39,27 @@ def unrolled(layout: str) -> list[str]:
                     f"layout {layout!r}: {letter!r} in stage {number} is none of {known}"
                 )
     flat = "".join(stages)
-    if not re.fullmatch(r"Et*m*L", flat):
+    if not re.fullmatch(r"Et*m*L", flat) or not stages[0] or not stages[-1]:
         raise JobError(
-            f"layout {layout!r}: its stages hold {flat!r}; one E first, then layers t, then m, and one L last are needed"
+            f"layout {layout!r}: its stages hold {flat!r}; one E first, then layers t, then m, and one L "
+            f"last are needed"
         )
     return stages
 
 
-def of_layout(layout: str, layers: int) -> tuple[int, ...]:
-    """Return the layers of each stage of a layout string; raise JobError if they are not all `layers`.
+def of_layout(layout: str, layers: int, further: int = 0) -> tuple[int, ...]:
+    """Return the layers of each stage of a layout string, with the `further` ones for further tokens (MTP).
 
-    Layers for further tokens (MTP) are left out.
+    Raises JobError if it has other numbers of them.
     """
-    counts = tuple(stage.count("t") for stage in unrolled(layout))
-    if sum(counts) != layers:
-        raise JobError(
-            f"layout {layout!r}: it has {sum(counts)} layers, and the model has {layers}"
-        )
-    return counts
+    parts = unrolled(layout)
+    for letter, number, what in (("t", layers, ""), ("m", further, " for further tokens")):
+        found = sum(part.count(letter) for part in parts)
+        if found != number:
+            raise JobError(
+                f"layout {layout!r}: it has {found} layers{what}, and the model has {number}"
+            )
+    return tuple(part.count("t") + part.count("m") for part in parts)
 
 
 def even(
@@ -107,18 +110,12 @@ def uneven(
 def boundaries(counts: Sequence[int]) -> tuple[tuple[int, ...], str]:
     """Return the first units of the stages 1, 2, ..., and the units: "layers", or "all" with embedding and head.
 
-    () stands for the even division of layers, in which the first stages have one more if they do not divide. Raises
-    JobError for a stage without anything in it.
+    () stands for the even division of layers, in which the first stages have one more if they do not divide. A stage
+    without a layer begins where the next one does.
     """
     stages, layers = len(counts), sum(counts)
     if stages == 1:
         return (), "layers"
-    for number, layers_of_stage in enumerate(counts):
-        if not layers_of_stage and 0 < number < stages - 1:
-            raise JobError(
-                f"stage {number} of {stages} is empty: stages without layers cannot be said here, but for the embedding "
-                f"alone and the loss alone; give each a layer, as in {layout(evened(layers, stages))!r}"
-            )
     if counts[0] and counts[-1]:
         if tuple(counts) == evened(layers, stages):
             return (), "layers"
@@ -146,13 +143,19 @@ def evened(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(share + (number < more) for number in range(stages))
 
 
-def layout(counts: Sequence[int]) -> str:
-    """Return the layout string of stages with so many layers."""
-    stages = [_repeated(number) for number in counts]
-    stages[0] = "E" + stages[0]
-    stages[-1] += "L"
-    return "|".join(stages)
+def layout(counts: Sequence[int], further: int = 0) -> str:
+    """Return the layout string of stages with so many layers, of which the last ones are for further tokens (MTP)."""
+    whole, end, stages = sum(counts) - further, 0, list[str]()
+    for number in counts:
+        begin, end = end, end + number
+        plain = max(0, min(end, whole) - begin)
+        stages.append(_repeated("t", plain) + _repeated("m", number - plain))
+    return (
+        "|".join(["E" + stages[0], *stages[1:-1], stages[-1] + "L"])
+        if len(stages) > 1
+        else f"E{stages[0]}L"
+    )
 
 
-def _repeated(layers: int) -> str:
-    return f"t*{layers}" if layers > 3 else "t" * layers
+def _repeated(letter: str, layers: int) -> str:
+    return f"{letter}*{layers}" if layers > 3 else letter * layers

@@ -15,7 +15,6 @@ TABLE: OptionTable = spelled({**ASIDE, **MODEL, **STRATEGY}, NAMES)
 
 STAND_INS = {
     "bf16": "fp8, fp4 and fp16 are taken as bfloat16",
-    "no-mtp": "layers for further tokens (MTP) are left out",
     "etp": "experts are cut by tp like everything else, over fewer devices",
     "ring": "keys of all context devices go round one ring, without levels",
     "adam": "the optimizer is AdamW",

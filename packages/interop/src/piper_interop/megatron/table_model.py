@@ -284,12 +284,9 @@ MODEL: OptionTable = {
     "moe-paged-stash-*": Ignored("a part of --moe-paged-stash"),
     "moe-routing-trace-*": Ignored("a record, no part of a step"),
     # models that are no decoders of equal layers
-    "mtp-num-layers": Unsupported(
-        "layers for further tokens (MTP)",
-        "give --set without them",
-        stand_in="no-mtp",
-        how=f"they are left out: {FAST}, {LESS}, by one layer and one head for each",
-    ),
+    "mtp-num-layers": Mapped("mtp"),
+    "mtp-loss-scaling-factor": Mapped("mtp_weight"),
+    "mtp-use-repeated-layer": Nearest("a layer of its own for each further token", MORE),
     "mtp-*": Ignored("a part of --mtp-num-layers"),
     "decoder-num-layers": Unsupported("an encoder and a decoder (T5)", "take a decoder"),
     "decoder-seq-length": Ignored("a part of --decoder-num-layers"),

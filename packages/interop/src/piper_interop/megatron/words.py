@@ -66,6 +66,7 @@ REAL: dict[str, float | None] = {
     "attention-dropout": 0.1,
     "moe-router-topk-scaling-factor": None,
     "moe-expert-capacity-factor": None,
+    "mtp-loss-scaling-factor": 0.1,
     "clip-grad": 1.0,
     "lr": None,
     "loss-scale": None,

@@ -127,6 +127,7 @@ def _strategy(described: JobDescription) -> Iterator[str]:
                 break_on_hyphens=False,
             )
     yield "    ),"
+    yield "    global_batch=job.global_batch,"
     yield ")"
 
 
@@ -167,7 +168,7 @@ def calls(described: JobDescription) -> Iterator[tuple[str, str]]:
 
 def _pipeline(described: JobDescription) -> Iterator[str]:
     layout = described.layout
-    how: dict[str, Any] = {"pp": layout.pp, "microbatches": described.microbatches}
+    how: dict[str, Any] = {"rows": described.rows}
     if layout.schedule in ("interleaved", "looped_bfs", "interleaved_zb"):
         how["chunks"] = layout.chunks
     if layout.group is not None:

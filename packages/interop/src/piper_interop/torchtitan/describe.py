@@ -185,9 +185,10 @@ def _pipeline(foreign: Foreign, pp: int) -> dict[str, Any]:
         raise JobError(
             f"{foreign.source}: {name} has two stages on each of {pp} devices, and {stages} are given"
         )
-    if min(counts) < 1 or sum(counts) != layers + 2:
+    if min(counts[0], counts[-1], min(counts) + 1) < 1 or sum(counts) != layers + 2:
         raise JobError(
-            f"{foreign.source}: stages without a layer cannot be said here; give fewer stages"
+            f"{foreign.source}: the stages hold {counts} of {layers} layers, the embedding and the head; each stands "
+            f"once, the embedding on the first stage and the head on the last"
         )
     # Embedding and head are units of the first and the last stage; at counts units.
     return {

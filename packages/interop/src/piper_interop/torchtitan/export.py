@@ -71,6 +71,10 @@ def _lacking(described: JobDescription) -> Iterator[str]:
         yield "several policies of recomputation; the nearest is keep='inputs' for all layers"
     if "layers" not in described.sizes.fields and layout.pp > 1:
         yield "stages of a model that is none of piper.models, whose modules' names are not known"
+    elif layout.pp > 1 and not all(stages(described)):
+        yield "stages without a module; the nearest gives each stage a layer"
+    if described.sizes.fields.get("mtp"):
+        yield "blocks that predict further tokens; the nearest is mtp=0"
     if described.reduce != "float32":
         yield f"gradients that are summed in {described.reduce}; the nearest is float32"
 

@@ -19,6 +19,9 @@ Match = int | str | tuple[int | str, ...]
 LONGEST_CHAIN = ("",)
 """The request for the longest chain of like modules as layers, in place of patterns of their names."""
 
+EMPTY = "empty"
+"""The coordinate of the chunk of a stage without layers: the number of the stage."""
+
 
 @dataclass(frozen=True, init=False)
 class Where:

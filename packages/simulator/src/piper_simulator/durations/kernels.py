@@ -139,8 +139,13 @@ def by_kind(device: Device, kernel: Kernel, *, backward: bool) -> float:
 
 
 def _product(device: Device, kernel: Kernel, computing: float) -> float:
-    """Return the seconds of a product: of its FLOPs in whole waves of tiles, and of the start and end of each wave."""
+    """Return the seconds of a product: of its FLOPs in whole waves of tiles, and of the start and end of each wave.
+
+    A convolution has no dimensions of a product, and counts by its FLOPs.
+    """
     dims = tuple(bind(d, 0) for d in kernel.dims)
+    if not dims:
+        return computing
     seconds = computing / filled(dims, device.sms)
     if device.stack is None or not device.stack.tile_s or not device.sms:
         return seconds

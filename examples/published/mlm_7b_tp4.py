@@ -1,0 +1,23 @@
+"""A GPT of 7B, TP x distributed optimizer: gpt3_7b_tp4_pp1_memory_speed of Megatron-LM (d98e8a64).
+
+Nearest: dropout of two masks in each layer and deterministic kernels are left out.
+"""
+
+import piper
+from piper import recipes
+
+cluster = "h100x8@hopper-megatron"
+sizes = piper.models.DecoderConfig(
+    layers=32, width=4096, heads=32, hidden=16384, vocab=131584, length=8192, kv_heads=8, activation="gelu", gated=False,
+    norm="layernorm", attention_bias="all", mlp_bias=True, positions="learned",
+)  # fmt: skip
+job = piper.models.job(sizes, global_batch=8, clip_norm=1.0)
+strategy = piper.Strategy(
+    piper.Mesh(dp=2, tp=4),
+    (
+        recipes.tensor_parallel(),
+        recipes.one_f_one_b(rows=2),
+        recipes.data_parallel(zero=1, bucket_mb=152.6),
+    ),
+    global_batch=8,
+)
