@@ -17,7 +17,7 @@ def model():
 
 
 cluster = "h100x4@eager"
-data = torch.utils.data.StackDataset(
+data = torch.utils.data.TensorDataset(
     torch.zeros(1).expand(256, 3, 224, 224), torch.arange(256) % 10
 )
 job = piper.Job(model, piper.from_dataset(data), nn.functional.cross_entropy, torch.optim.Adam, 256)

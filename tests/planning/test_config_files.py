@@ -261,7 +261,7 @@ def test_damage_of_any_kind_is_one_message_and_no_field_is_lost(tmp_path: Path) 
         except JobError:
             refused += 1
             continue
-        if number % 3 == 1:
+        if number % 3 == 1 and fields[f"{name}_x"] is not None:  # null says nothing under any name
             assert described.missing, f"{name}_x is passed over"
     assert refused > 100
 
