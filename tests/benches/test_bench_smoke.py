@@ -98,7 +98,7 @@ def test_every_module_is_reached_by_a_section_or_is_a_program() -> None:
 def named_wrongly(text: str) -> list[str]:
     """The scripts and sections that a document names and that are not there; after a commit and ":" they are not."""
     scripts = re.findall(r"(?<!:)\bbenchmarks/([\w/]+)\.py", text)
-    scripts += re.findall(r"-m benchmarks\.(\w+)", text)
+    scripts += [name.replace(".", "/") for name in re.findall(r"-m benchmarks\.([\w.]*\w)", text)]
     missing = [name for name in scripts if not (BENCHMARKS / f"{name}.py").is_file()]
     lists = re.findall(r"bench(?:marks/run\.py| ARGS=\"?) ?([a-z][a-z ]*)", text)
     return missing + [s for names in lists for s in names.split() if s not in run.SECTIONS]

@@ -187,8 +187,8 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
         r"Precision\(params='bf16'\).*did you mean 'bfloat16'\?",
     ),
     "a dtype that is not there": (
-        lambda: piper.Precision("float16"),
-        r"one of float64, float32, bfloat16 is needed",
+        lambda: piper.Precision("float8"),
+        r"one of float64, float32, bfloat16, float16 is needed",
     ),
     "a misspelt dtype argument": (
         lambda: piper.Precision(param="float32"),

@@ -29,7 +29,7 @@ SELDOM = ring_faults.FAULTS.keys() | (dropless_faults.FAULTS.keys() - set(OFTEN)
 """The faults for the long suite: packages/capture/tests/test_ring_attention.py shows the same sooner, on a chunk."""
 TOGETHER = 10
 """The number of faults that one case tries."""
-QUICK = ("compiler-no_receive_wait", "runtime-dead_plain_kernel", "job-attribute_left")
+QUICK = ("compiler-no_receive_wait", "runtime-omit_weight", "job-attribute_left")
 """The groups of `make test`, one of each kind; those of jobs capture a model for nearly every fault."""
 
 

@@ -11,7 +11,13 @@ from types import ModuleType
 import pytest
 import torch
 
-from piper.api.reference import reference, reference_casts, reference_random, reference_weights
+from piper.api.reference import (
+    reference,
+    reference_casts,
+    reference_random,
+    reference_scale,
+    reference_weights,
+)
 from tests.helpers import compositions, parity
 from tests.helpers.cases import each_case
 from tests.helpers.compositions import Composition
@@ -219,7 +225,7 @@ def test_the_reference_draws_by_row_step_and_layer() -> None:
     assert first.losses != dry.losses
 
 
-PARTS = (reference_casts, reference_random, reference_weights)
+PARTS = (reference_casts, reference_random, reference_scale, reference_weights)
 
 
 @each_case(

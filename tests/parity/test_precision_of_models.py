@@ -233,14 +233,10 @@ def test_another_precision_is_another_capture() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "float16": (lambda: Precision(params="float32", compute="float16"), JobError, r"compute='float16'\): float16 needs "
-                                                                                  r"its loss"),
-    "float16 gradients": (lambda: Precision(reduce="float16"), JobError, r"reduce='float16'.*loss "
-                                                                         r"scaled"),
-    "float16 kept": (lambda: Precision(keep={"a": "float16"}), JobError, r"keep=\{'a': "
-                                                                         r"'float16'\}\): float16 "
-                                                                         r"needs "
-                                                                         r"its loss"),
+    "float16 for all": (lambda: Precision("float16"), JobError, r"compute='float16'\) computes in it"),
+    "float16 of bfloat16": (
+        lambda: Precision("bfloat16", keep={"a": "float16"}), JobError, r"keep\['a'\] is float16, which lacks the range"
+    ),
     "a short name": (lambda: Precision(compute="bf16"), JobError, r"compute='bf16'.*did you mean "
                                                                   r"'bfloat16'\?"),
     "wider than the update": (

@@ -292,7 +292,8 @@ def test_a_norm_over_other_axes_here_and_there_is_refused() -> None:
     )
     piper.compile(compositions.job_of(c), strategy)
     with pytest.raises(
-        CompileError, match=r"along (dp|rep) and .*, and clip_norm needs .* or leave clip_norm out"
+        CompileError,
+        match=r"along (dp|rep) and .*, and clip_norm and a loss scale need .* leave them out",
     ):
         piper.compile(compositions.job_of(replace(c, clip=0.05)), strategy)
 

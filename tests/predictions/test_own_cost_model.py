@@ -165,13 +165,14 @@ def test_the_bounds_and_the_sweep_of_a_search_rest_on_it() -> None:
     chosen = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=4))
     sketches = Sketches(problem, Programs(problem, None))
     sketch = sketches.sketch(chosen)
-    assert sketch is not None and sketches.period_s(chosen, sketch, 1)[0] == pytest.approx(4 * 3.0)
+    assert sketch is not None and sketches.period_s(chosen, sketch, 1)[0] == pytest.approx(5 * 3.0)
     for model in (ConstantRates, Whole):  # by outline, and by the whole plan
         scored = score(replace(problem, model=model), chosen, {Wanted(1): None})
         assert (
             isinstance(scored, Scored)
             and scored.source == "sweep"
             and scored.step_s == pytest.approx(5 * 3.0)
+            and scored.period_s == pytest.approx(5 * 3.0)
         )
 
 

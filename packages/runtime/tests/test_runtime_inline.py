@@ -273,10 +273,18 @@ NEEDS_MORE = (
     *("short_add", "refilled_batch", "dead_plain_kernel"),
     *("stale_copies", "stale_master", "no_master", "narrow_sums", "narrow_reduction"),
     *("mask_of_other_rows", "places_by_cut", "rows_of_the_microbatch", "step_that_draws"),
-    *("skip_fold", "dirty_buffer", "stale_gather", "recompute_other_dropout", "recompute_stale"),
+    *(
+        "omit_unscaling",
+        "next_scale",
+        "skip_fold",
+        "dirty_buffer",
+        "stale_gather",
+        "recompute_other_dropout",
+        "recompute_stale",
+    ),
 )
 """A chain has no sums, its ranks load the tensors of a microbatch together, its optimizer is fused, all is in one
-dtype, no states are shared and nothing is recomputed; tests/faults/mutants.py tries these."""
+dtype, no states are shared, no loss is scaled and nothing is recomputed; tests/faults/mutants.py tries these."""
 
 
 @each_case("fault", [f for f in faults.FAULTS if f not in NEEDS_MORE])

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 OPTIONAL = frozenset(
-    {"experts", "gradient_norm", "learning_rates", "metrics", "evaluation", "evaluation_s"}
+    {
+        *("experts", "gradient_norm", "learning_rates", "metrics", "evaluation", "evaluation_s"),
+        *("loss_scale", "skipped"),
+    }
 )
 """The metrics that a line lacks if a run has none."""
 EVALUATED = "eval_"

@@ -26,7 +26,7 @@ from piper_runtime.rank.job.job_advice import (
 )
 from piper_runtime.rank.job.job_evaluation import evaluation_batches, evaluation_data
 from piper_runtime.rank.job.job_options import JobOptions
-from piper_runtime.rank.job.precision import DTYPES, Precision, PrecisionField
+from piper_runtime.rank.job.precision import FOR_ALL, Precision, PrecisionField
 from piper_runtime.weights import (
     HeldTensor,
     LazyTensors,
@@ -173,7 +173,7 @@ class Job:
         ) is not None:
             raise JobError(problem)
         if not isinstance(self.precision, Precision):
-            raise JobError(precision_problem(self.precision, DTYPES))
+            raise JobError(precision_problem(self.precision, FOR_ALL))
         if not isinstance(self.init, str | Path):
             raise JobError(
                 f"Job(init={self.init!r}): 'model', 'seeded' or the path of weights is needed"

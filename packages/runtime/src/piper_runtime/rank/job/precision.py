@@ -19,6 +19,8 @@ DTYPES = {
     "float16": torch.float16,
 }
 """The accepted dtypes by torch's names, widest first."""
+FOR_ALL = {name: dtype for name, dtype in DTYPES.items() if name != "float16"}
+"""The dtypes that may be that of the parameters too."""
 
 
 @checked_fields(JobError)
