@@ -405,7 +405,7 @@ SnapshotOption = Annotated[
     typer.Option(
         "--snapshot",
         min=1,
-        help="with --restarts: copy the state to memory after every so many steps, to go on from",
+        help="of a run that starts again: copy the state to memory after so many steps, to go on from",
     ),
 ]
 ResumeOption = Annotated[
@@ -428,8 +428,8 @@ OnLossOption = Annotated[
     typer.Option(
         autocompletion=one_of(*LOSSES),
         metavar="restart|replan",
-        help="with --restarts: a worker that died is replaced, or its device is gone and a strategy for fewer is "
-        "chosen",
+        help="of a run that starts again: the worker that died is replaced (restart), or its device is gone and a "
+        "strategy for fewer is chosen (replan)",
     ),
 ]
 SparesOption = Annotated[
