@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from packages.runtime.tests.chains import chain, run
 from packages.runtime.tests.handmade import adamw
@@ -433,6 +434,20 @@ def test_a_changed_byte_of_a_tensor_is_an_error_of_ours_or_changes_nothing(copie
             refused += 1
         path.write_bytes(content)
     assert refused > 5
+
+
+def test_a_memory_format_that_does_not_exist_is_an_error_of_ours(
+    saved: tuple[Path, Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A changed byte can lead to it, and torch's class raises a RuntimeError then."""
+    metadata = pickle.loads((saved[0] / DCP_METADATA).read_bytes())
+    monkeypatch.setattr(
+        TensorProperties,
+        "__getstate__",
+        lambda self: (self.dtype, self.layout, self.requires_grad, "round", self.pin_memory),
+    )
+    with pytest.raises(FormatError, match=r"here is no metadata .*memory_format"):
+        read_metadata(pickle.dumps(metadata), "here")
 
 
 @settings(max_examples=60)

@@ -341,7 +341,7 @@ def test_a_killed_replica_costs_no_step(tmp_path: Path, memory: Path) -> None:
             checkpoint=saved(tmp_path), restarts=1, on_restart=killer.attempt,
         )  # fmt: skip
     (restart,) = found.restarts
-    assert restart.step > 1 and restart.resumed >= restart.step - 1 and restart.lost == (1,)
+    assert restart.step > 0 and restart.resumed >= restart.step - 1 and restart.lost == (1,)
     assert same(found, execute(plan, CODE, job, steps=60, launcher="inline"))
 
 

@@ -46,9 +46,9 @@ _CLASSES: Mapping[str, frozenset[str]] = {
 
 BROKEN = (
     pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, KeyError, TypeError, ValueError, OverflowError,
-    MemoryError, RecursionError, NotImplementedError,
+    MemoryError, RuntimeError,
 )  # fmt: skip
-"""The errors of reading a pickle that is truncated, or that somebody has made up."""
+"""The errors of reading a pickle that is truncated, or that somebody has made up; torch's own classes raise the last."""
 
 
 @dataclass(frozen=True, slots=True)
