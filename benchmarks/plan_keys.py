@@ -208,9 +208,8 @@ def key(make: Callable[[], Plan], text_only: bool = False) -> str:
     try:
         plan = make()
     except PiperError as e:
-        message = re.sub(
-            r"(\w+\.py):\d+", r"\1", str(e)
-        )  # without the lines that wrote the directives
+        # without the tree's place, and without the lines that wrote the directives
+        message = re.sub(r"(\w+\.py):\d+", r"\1", str(e).replace(str(GOLDEN.parents[2]), ""))
         return "refused " + _hash(f"{type(e).__name__}: {message}")
     peaks = [(r.role, r.peak_bytes, r.peak_at, dict(r.peak_by_category)) for r in plan.roles]
     return _hash(f"{format_plan(plan)}{peaks}{'' if text_only else plan.key}")
