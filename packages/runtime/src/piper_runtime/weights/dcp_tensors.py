@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -45,10 +46,10 @@ _CLASSES: Mapping[str, frozenset[str]] = {
 """The names that a metadata pickle may use, by module; beside them torch's dtypes."""
 
 BROKEN = (
-    pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, KeyError, TypeError, ValueError, OverflowError,
-    MemoryError, RuntimeError,
+    pickle.UnpicklingError, struct.error, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError,
+    ArithmeticError, MemoryError, RuntimeError, AssertionError,
 )  # fmt: skip
-"""The errors of reading a pickle that is truncated, or that somebody has made up; torch's own classes raise the last."""
+"""The errors of pickle and of torch's classes when a pickle is truncated, or was made up by somebody."""
 
 
 @dataclass(frozen=True, slots=True)
