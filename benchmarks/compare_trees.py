@@ -177,7 +177,7 @@ def _trained(kind: str) -> tuple[Any, Any]:
 
 
 def _train(kind: str) -> float:
-    """Run six steps in this process: their kernels, and what the runtime does between them."""
+    """Run six steps in this process: their kernels, and the work of the runtime between them."""
     import piper
 
     compiled = piper.compile(*_trained(kind))

@@ -1,4 +1,4 @@
-"""Judge the search of `piper plan` by tables of scores (`benchmarks.planned.tables`): its time, and what it misses.
+"""Judge the search of `piper plan` by tables of scores (`benchmarks.planned.tables`): its time and its regret.
 
 A space whose table has not been made is not judged; its search is timed all the same.
 """
@@ -42,7 +42,7 @@ KNOWN = 1e-9
 
 
 def plan_rows(quick: bool) -> Iterator[Row]:
-    """Return how long a search of a large space takes, how far it ends from the best known, and what it leaves open."""
+    """Return how long a search of a large space takes, its gap to the best known, and the meshes without a candidate."""
     for case in (TINY,) if quick else (LLAMA, MIXTRAL):
         (of, study), seconds = cpu_seconds(partial(_searched, case, 8 if quick else TRIALS))
         note = f"{len(study.rows)} candidates looked at; {_best_text(study)}"
@@ -94,7 +94,7 @@ def _best_text(study: Study) -> str:
 
 
 class Remembered:
-    """Look scores up in a table, and score what it only bounds."""
+    """Look scores up in a table, and score the strategies that have only a bound there."""
 
     width = 1
 

@@ -152,7 +152,7 @@ def planned(case: Case) -> Planned:
 
 
 kept = lru_cache(maxsize=2)(planned)
-"""As `planned`, once for a case."""
+"""Return the planned search of a case, which is made once (see `planned`)."""
 
 
 def cell(params: Mapping[str, Any]) -> tuple[int, ...]:

@@ -143,7 +143,7 @@ def _skip(reason: str) -> None:
 
 
 def evaluate(case: Case, number: int) -> Iterator[Entry]:
-    """Yield the outcomes of a finite space's strategies, or of those that a search begins with and of random ones."""
+    """Yield the outcomes of all strategies of a finite space, or else of a search's first ones and of random ones."""
     of = kept(case)
     first = list(outcomes(of, starts(of.space), float("inf")))
     if not isinstance(of.space, FiniteSpace):

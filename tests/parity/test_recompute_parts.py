@@ -108,8 +108,8 @@ def test_a_part_of_a_layer_is_computed_again(
 
 
 def test_every_second_product_is_kept_from_the_first_on() -> None:
-    """Of q, k, v, out, gate, up and down R makes k, out and up; no backward reads down. Backward needs q and k turned
-    alone, so that "products" does not keep them."""
+    """R makes every second product of q, k, v, out, gate, up and down: k, out and up. No backward reads down, and it
+    needs q and k turned alone, so that "products" does not keep them."""
     keeps = ("products", "products/1", "products/2", "products/3")
     made = [compiled("plain", "", *GPIPE, piper.recompute(where(layer=ANY), keep=k)) for k in keeps]
     judged(made[2], plain("plain", "", *GPIPE))
