@@ -3,6 +3,9 @@ same."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import invoke_subgraph
@@ -45,6 +48,17 @@ def test_another_torch_traces_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     found, work = captured(lambda: Model(layers()), monkeypatch, pieces)
     assert work == (0, 0, 0)
     assert found == plainly(lambda: Model(layers()), monkeypatch, pieces)
+
+
+def test_a_torch_without_the_private_api_imports_all_else() -> None:
+    """torch 2.11 has no `invoke_subgraph` among Dynamo's variables."""
+    script = (
+        "import sys, torch._dynamo.variables as v; del v.invoke_subgraph\n"
+        "sys.modules['torch._dynamo.variables.invoke_subgraph'] = None\n"
+        "import piper_capture"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_torch_is_left_as_it_was() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from piper_capture.torch_api._torch_reuse import HOOKS
+from piper_capture.torch_api.attributes import HOOKS
 
 HOLDERS = (FunctionType, MethodType, partial, list, tuple, dict)
 """The types of attributes that may hold functions."""

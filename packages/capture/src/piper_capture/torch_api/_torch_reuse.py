@@ -54,13 +54,7 @@ from piper_capture.torch_api import _torch
 from piper_capture.torch_api._torch_arguments import properties_of, quickly, tensor_facts
 from piper_capture.torch_api._torch_changes import Changes, RegionChange
 from piper_capture.torch_api._torch_stores import Stores
-
-HOOKS = frozenset(
-    name
-    for name, value in vars(nn.Module()).items()
-    if "_hooks" in name and isinstance(value, dict)
-)
-"""The attributes of a module that hold its hooks: functions that run with its forward, its backward and its state."""
+from piper_capture.torch_api.attributes import HOOKS
 
 EQUALITIES = frozenset(
     {

@@ -8,6 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+HOOKS = frozenset(
+    name
+    for name, value in vars(nn.Module()).items()
+    if "_hooks" in name and isinstance(value, dict)
+)
+"""The attributes of a module that hold its hooks: functions that run with its forward, its backward and its state."""
+
 
 def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for the tensors in attributes of modules, also within lists, dicts and objects.
