@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers, which do not 
     from piper_capture import region as region
     from piper_capture import replacement as replacement
     from piper_capture import tag as tag
+    from piper_compiler import Options as Options
     from piper_compiler import Strategy as Strategy
     from piper_compiler import directive as directive
     from piper_compiler import fail as fail
@@ -133,6 +134,7 @@ _HOME = {
     "synthetic": "piper_compiler",
     "compile": "piper.api.compiling.compiling",
     "Compiled": "piper.api.compiling.compiling",
+    "Options": "piper_compiler",
     "execute": "piper.api.running.execution",
     "profile": "piper.api.running.profiling",
     "tune": "piper.api.running.tuning",

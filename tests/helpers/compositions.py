@@ -161,6 +161,7 @@ class Composition:
     tiles: int = 1
     scaled: bool = False
     at: tuple[int, ...] = ()
+    kernels: Literal["eager", "inductor"] = "eager"
 
     def __str__(self) -> str:
         shown = [
@@ -193,6 +194,7 @@ class Composition:
         shown += ["no overlap of states"] * (not self.overlap_states)
         shown += [f"ep={self.ep}"] * (self.ep > 1)
         shown += [f"tiles={self.tiles}"] * (self.tiles > 1) + ["scaled"] * self.scaled
+        shown += [self.kernels] * (self.kernels != "eager")
         return "-".join(
             [self.model, *shown, *["overlap"] * self.overlap, *[self.keep] * (self.keep != "all")]
         )
@@ -294,9 +296,8 @@ def strategy_of(c: Composition) -> Strategy:
 
 def compiled(c: Composition) -> Compiled:
     """The composition through the front door."""
-    return piper.compile(
-        job_of(c), strategy_of(c), options=Options(fuse=c.fuse, recv_ahead=c.recv_ahead)
-    )
+    options = Options(fuse=c.fuse, recv_ahead=c.recv_ahead, kernels=c.kernels)
+    return piper.compile(job_of(c), strategy_of(c), options=options)
 
 
 def code_of(c: Composition, plan: Plan) -> Any:

@@ -11,6 +11,9 @@ from typing import Literal
 
 from piper_ir.program.collectives import COLLECTIVES, Law, law_of
 
+KernelSource = Literal["eager", "inductor"]
+"""The source of a step's kernels: torch, operation by operation, or Inductor for groups of operations."""
+
 KEEP_ALL = "all"
 """The policy without recomputation: F keeps every tensor that backward needs."""
 CHECKPOINT = "checkpoint"
