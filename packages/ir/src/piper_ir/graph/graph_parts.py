@@ -218,6 +218,22 @@ class Replication:
 
 
 @dataclass(frozen=True, slots=True)
+class Offloading:
+    """Say which tensors of a chunk wait for its backward in the memory of the host.
+
+    Attributes:
+        tensors: "saved" (by its forward for its backward), "inputs" (activations that chunks hand on and its backward
+            reads again), or "all" of these.
+        least_bytes: smaller tensors stay.
+        prefetch: how many backwards of such chunks ahead of its first reader a tensor is brought back.
+    """
+
+    tensors: str
+    least_bytes: int
+    prefetch: int
+
+
+@dataclass(frozen=True, slots=True)
 class EdgeExchange:
     """Say how the devices along an axis exchange values between chunks: on which stream, and with how many SMs."""
 
