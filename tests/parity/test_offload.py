@@ -15,7 +15,7 @@ from piper import DirectiveError, Mesh, Strategy, offload, recipes, where
 from piper.api.compiling.compiling import Compiled
 from piper.views.explained.explain import explain
 from piper_compiler import durations
-from piper_ir.ground.errors import PlanError
+from piper_ir.ground.errors import PlanError, SelectorError
 from piper_ir.plan.plan import HOST, Instr, Part, Plan
 from piper_ir.program.collectives import FROM_HOST, TO_HOST
 from piper_ir.program.ops import Collective, Compute
@@ -158,6 +158,27 @@ def test_only_selected_chunks_move() -> None:
     assert check(plan) == []
 
 
+def test_tensors_of_some_modules_move() -> None:
+    """The ones that are made inside of them, also under a policy that keeps some of these."""
+    c = Composition("gpt", 1, 1, 2, "gpipe")
+    norms = judged(c, modules="*.norm[12]")
+    every = saved_ports(moved(c).plan)
+    inside = saved_ports(norms)
+    assert 0 < len(inside) < len(every) and inside < every
+    both = made(
+        c,
+        piper.recompute(where(), keep="products"),
+        offload(where(), least_mb=0, modules=("*.qkv", "*.norm[12]")),
+    )
+    assert check(both.plan) == [] and 0 < len(saved_ports(both.plan)) < len(inside)
+
+
+def saved_ports(plan: Plan) -> set[str]:
+    """The saved tensors that move, without microbatches."""
+    moves = (i.parts[0] for _, _, i in plan.instructions() if i.stream == TO_HOST)
+    return {part.reads[0].partition("@")[0] for part in moves if ":saved" in part.reads[0]}
+
+
 REFUSED = (
     (1, [offload(where(phase="F"))], "is not selected, but others of its chunk are"),
     (1, [offload(where(mb=(0, 1)))], "is not selected"),
@@ -166,6 +187,8 @@ REFUSED = (
     (3, [offload(where(), prefetch=True)], "prefetch=True; an integer"),
     (3, [offload(where(), least_mb=float("nan"))], "least_mb=nan; a number of MiB"),
     (4, [offload(where(layer=0)), offload(where())], "layer0 is offloaded already"),
+    (8, [offload(where(), modules=("",))], "names of modules such as"),
+    (8, [offload(where(), modules="*", tensors="inputs")], "are made by other layers"),
 )
 
 
@@ -189,8 +212,13 @@ def test_what_has_no_tensors_to_move_is_refused() -> None:
         made(replace(DEEP, keep="inputs"), offload(where(layer=1), tensors="saved"))
 
 
+def test_modules_that_do_not_run_are_named() -> None:
+    with pytest.raises(SelectorError, match=r"modules='\*.mlp': no module matches"):
+        made(DEEP, offload(where(), modules="*.mlp"))
+
+
 def test_a_strategy_with_it_is_saved_and_read(tmp_path: Path) -> None:
-    item = offload(where(layer=1), prefetch=2, tensors="saved", least_mb=0.5)
+    item = offload(where(layer=1), prefetch=2, tensors="saved", least_mb=0.5, modules="*.mlp")
     strategy = Strategy(Mesh(pp=2), (*recipes.gpipe(pp=2, microbatches=2), item))
     piper.save_strategy(strategy, tmp_path / "strategy.json")
     assert piper.load_strategy(tmp_path / "strategy.json") == strategy

@@ -8,6 +8,9 @@ free when its copy has ended; it is taken again when the tensor is brought back,
 chunks ahead of its first reader. A tensor that would come back at once stays, as in the last layers before the loss. A
 tensor that chunks hand on stays, too, if the backward of a chunk that is not selected reads it.
 
+With `modules` only tensors move that a forward saves and that operations inside of these modules make: the ones that
+recompute(keep="inputs", modules=modules) would make again. Capture makes that variant to tell them.
+
 Legality
  1. Forward and backward of the selected chunks are selected, in all microbatches.
  2. `tensors` is "all", "saved" or "inputs".
@@ -16,17 +19,27 @@ Legality
  5. The program is of a captured model; a synthetic program has no tensors that wait.
  6. No selected chunk is opaque: autograd holds its tensors itself.
  7. The backward of a selected chunk needs a tensor of that kind.
+ 8. Each of `modules` is a pattern that matches a module that the model runs, which the capture checks; `tensors` is
+    not "inputs" beside it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 
-from piper_compiler.directives.base import compute_nodes, directive, fail, site_field
+from piper_compiler.directives.base import (
+    as_names,
+    compute_nodes,
+    directive,
+    fail,
+    site_field,
+)
 from piper_compiler.directives.decided import Decided
-from piper_compiler.ports import kept, value_reads
+from piper_compiler.directives.prepare import CaptureRequest, Preparation
+from piper_compiler.directives.recompute import ASKED_FOR, policy_name
+from piper_compiler.ports import kept_inside, value_reads
 from piper_ir.graph.graph import Graph, Node, Offloading
 from piper_ir.graph.graph_parts import without
 from piper_ir.ground.select import Where
@@ -46,6 +59,7 @@ class Offload:
         tensors: "saved" by the forward of a chunk for its backward; "inputs": activations that chunks hand on and the
             backward reads again, as the inputs of a recomputed layer; "all" of these.
         least_mb: MiB that a tensor has at least; smaller ones stay on the device.
+        modules: patterns of the names of the modules whose tensors move; () for all.
         site: where the user wrote it.
     """
 
@@ -53,10 +67,41 @@ class Offload:
     prefetch: int = 1
     tensors: str = "all"
     least_mb: float = 1.0
+    modules: tuple[str, ...] = ()
     site: str = site_field()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "modules", as_names(self.modules))
+
+    @property
+    def told_by(self) -> str:
+        """Return the policy of recomputation under which a forward saves all but the tensors of `modules`."""
+        return policy_name(ASKED_FOR, self.modules)
+
+    def prepare(self, request: CaptureRequest, seen: Preparation) -> CaptureRequest:
+        """Ask for the variants of chunks that tell the tensors of `modules`."""
+        if self.modules == ():
+            return request
+        self._check_modules()
+        return replace(request, policies=tuple(sorted({*request.policies, self.told_by})))
+
+    def _check_modules(self) -> None:
+        """Check condition 8 as far as capture does not."""
+        strings = isinstance(self.modules, tuple) and all(
+            isinstance(m, str) and m for m in self.modules
+        )
+        if not strings:
+            raise fail(
+                self, 8, f"modules={self.modules!r}; names of modules such as '*.mlp' are expected"
+            )
+        if self.modules and self.tensors == "inputs":
+            raise fail(
+                self, 8, 'tensors="inputs" are made by other layers; leave tensors or modules out'
+            )
 
     def check(self, graph: Graph) -> None:
         self._check_numbers()
+        self._check_modules()
         nodes = compute_nodes(self, graph, self.selection)
         chunks = _chunks(nodes)
         self._check_whole(graph, nodes, chunks)
@@ -123,9 +168,11 @@ class Offload:
             assert isinstance(op, Compute)
             variant = graph.program.chunk(op.variant)
             if op.step == "F":
-                if self.tensors != "inputs" and kept(variant):
+                if self.tensors != "inputs" and kept_inside(
+                    graph.program, variant, self._policy().told_by
+                ):
                     return True
-            elif self.tensors != "saved" and _handed_on(graph, node):
+            elif self._policy().tensors != "saved" and _handed_on(graph, node):
                 return True
         return False
 
@@ -135,9 +182,13 @@ class Offload:
 
     def apply(self, graph: Graph) -> Graph:
         edit = graph.edit()
-        policy = Offloading(self.tensors, int(self.least_mb * MB), self.prefetch)
-        edit.offloading.update(dict.fromkeys(_chunks(graph.pick(self.selection)), policy))
+        chunks = _chunks(graph.pick(self.selection))
+        edit.offloading.update(dict.fromkeys(chunks, self._policy()))
         return edit.done()
+
+    def _policy(self) -> Offloading:
+        tensors, told_by = ("saved", self.told_by) if self.modules else (self.tensors, "")
+        return Offloading(tensors, int(self.least_mb * MB), self.prefetch, told_by)
 
 
 def _chunks(nodes: list[Node]) -> tuple[str, ...]:

@@ -226,11 +226,13 @@ class Offloading:
             reads again), or "all" of these.
         least_bytes: smaller tensors stay.
         prefetch: how many backwards of such chunks ahead of its first reader a tensor is brought back.
+        told_by: the policy of recomputation that would make the tensors again; "" for all.
     """
 
     tensors: str
     least_bytes: int
     prefetch: int
+    told_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from piper_compiler.durations import BoundChunks
 from piper_compiler.passes.steps.adder import Adder, HeldValues, Scheduled
 from piper_compiler.passes.steps.dependencies import Dependencies
-from piper_compiler.ports import kept, signatures, value_reads
+from piper_compiler.ports import kept_inside, signatures, value_reads
 from piper_ir.graph.graph import Graph, GraphValue, Node, Offloading
 from piper_ir.ground.sizes import TensorSpec, bind
 from piper_ir.plan.plan import HOST, Category, Channel
@@ -118,7 +118,7 @@ class _Tensors:
 
     def _saved(self, k: int, op: Compute, policy: Offloading) -> Iterator[_Tensor]:
         chunk = self._graph.program.chunk(op.variant)
-        for port in kept(chunk):
+        for port in kept_inside(self._graph.program, chunk, policy.told_by):
             if not self._fits(chunk.ports[port], policy):
                 continue
             readers = tuple([j for j in self._backwards(k, op) if port in self._ports(j)])
