@@ -15,19 +15,20 @@ from piper import DirectiveError, Mesh, Strategy, offload, recipes, where
 from piper.api.compiling.compiling import Compiled
 from piper.views.explained.explain import explain
 from piper_compiler import durations
+from piper_compiler.directives import decided
 from piper_ir.ground.errors import PlanError, SelectorError
-from piper_ir.plan.plan import HOST, Instr, Part, Plan
+from piper_ir.plan.plan import Part, Plan
 from piper_ir.program.collectives import FROM_HOST, TO_HOST
-from piper_ir.program.ops import Collective, Compute
+from piper_ir.program.ops import Collective
 from piper_ir.verify import check, verify
 from piper_runtime.rank.binding.rank import Binder, Rank
 from piper_runtime.rank.values.host import HostMemory
 from piper_simulator import load_cluster
+from tests.faults import host_faults
 from tests.helpers import compositions
 from tests.helpers.compositions import Composition, expected, job_of, strategy_of
 from tests.helpers.memory_judge import lies
 from tests.helpers.parity import assert_parity
-from tests.helpers.plan_edits import first_part, instructions, with_instr
 
 DEEP = Composition("deep", 2, 1, 4, "1f1b")
 SHARED = Composition("gpt", 2, 2, 4, "1f1b", zero=3)
@@ -217,6 +218,11 @@ def test_modules_that_do_not_run_are_named() -> None:
         made(DEEP, offload(where(), modules="*.mlp"))
 
 
+def test_a_search_has_no_bound_of_its_memory() -> None:
+    """Bounds count the tensors of microbatches in flight, which are on the host here."""
+    assert decided(offload(where())) is None
+
+
 def test_a_strategy_with_it_is_saved_and_read(tmp_path: Path) -> None:
     item = offload(where(layer=1), prefetch=2, tensors="saved", least_mb=0.5, modules="*.mlp")
     strategy = Strategy(Mesh(pp=2), (*recipes.gpipe(pp=2, microbatches=2), item))
@@ -227,75 +233,6 @@ def test_a_strategy_with_it_is_saved_and_read(tmp_path: Path) -> None:
 # --- the rule, and plans that break it
 
 
-def reads_the_original(plan: Plan) -> Plan:
-    """A backward reads the original after its copy."""
-    for role, _, instr in instructions(plan, lambda i: i.stream == FROM_HOST):
-        back, copy = instr.parts[0].writes[0], instr.parts[0].reads[0]
-        original = next(i.parts[0].reads[0] for i in role.program if copy in i.parts[0].writes)
-        broken = first_part(
-            plan,
-            lambda _, part, back=back: back in part.reads and isinstance(part.op, Compute),
-            lambda part, back=back, original=original: replace(
-                part, reads=tuple(original if v == back else v for v in part.reads)
-            ),
-        )
-        assert broken is not None
-        return broken
-    raise AssertionError("nothing comes back")
-
-
-def never_brought_back(plan: Plan) -> Plan:
-    """A copy brings back another tensor of the same size."""
-    role, k, first = next(instructions(plan, lambda i: i.stream == FROM_HOST))
-    size = plan.values[first.parts[0].reads[0]].spec
-    other = next(
-        i.parts[0].reads[0]
-        for i in role.program[k + 1 :]
-        if i.stream == FROM_HOST and plan.values[i.parts[0].reads[0]].spec == size
-    )
-    part = replace(first.parts[0], reads=(other,))
-    return with_instr(plan, role, k, replace(first, parts=(part,)))
-
-
-def read_on_the_host(plan: Plan) -> Plan:
-    """A backward reads the copy where it is."""
-    _, _, instr = next(instructions(plan, lambda i: i.stream == FROM_HOST))
-    back, copy = instr.parts[0].writes[0], instr.parts[0].reads[0]
-    broken = first_part(
-        plan,
-        lambda _, part: back in part.reads,
-        lambda part: replace(part, reads=tuple(copy if v == back else v for v in part.reads)),
-    )
-    assert broken is not None
-    return broken
-
-
-def among_two_ranks(plan: Plan) -> Plan:
-    """The channels of copies join replicas."""
-    channels = tuple(replace(c, over=("dp",)) if c.purpose == HOST else c for c in plan.channels)
-    return replace(plan, channels=channels)
-
-
-def lost_wait(plan: Plan) -> Plan:
-    """A reader does not wait until its tensor is back."""
-
-    def waits(instr: Instr) -> bool:
-        return not instr.comm and any(s == FROM_HOST for s, _ in instr.waits)
-
-    role, k, instr = next(instructions(plan, waits))
-    kept = tuple((s, n) for s, n in instr.waits if s != FROM_HOST)
-    return with_instr(plan, role, k, replace(instr, waits=kept))
-
-
-def freed_early(plan: Plan) -> Plan:
-    """The device frees a tensor without waiting for its copy to the host."""
-    out = plan
-    for role, k, instr in instructions(plan, lambda i: not i.comm and bool(i.frees_before)):
-        waits = tuple((s, n) for s, n in instr.waits if s != TO_HOST)
-        out = with_instr(out, out.role(role.role), k, replace(instr, waits=waits))
-    return out
-
-
 def wrong_peak(plan: Plan) -> Plan:
     """The plan states other bytes on the host."""
     first, *others = plan.roles
@@ -303,19 +240,24 @@ def wrong_peak(plan: Plan) -> Plan:
 
 
 BROKEN = (
-    (reads_the_original, "R38-host", "has copied to the host"),
-    (never_brought_back, "R38-host", "which nothing brings back"),
-    (read_on_the_host, "R38-host", "which is on the host"),
-    (lost_wait, "R13-read-after-write", "no wait makes this instruction come after"),
-    (freed_early, "R16-free-covered", "without having waited"),
+    (host_faults.original_read_on, "R38-host", "has copied to the host"),
+    (host_faults.copy_left_behind, "R38-host", "which nothing brings back"),
+    (host_faults.read_on_the_host, "R38-host", "which is on the host"),
+    (
+        host_faults.read_before_back,
+        "R13-read-after-write",
+        "no wait makes this instruction come after",
+    ),
+    (host_faults.freed_before_copied, "R16-free-covered", "without having waited"),
     (wrong_peak, "R28-peak", "bytes on the host"),
-    (among_two_ranks, "R38-host", "of 2 ranks; a rank copies alone"),
+    (host_faults.copied_by_two, "R38-host", "of 2 ranks; a rank copies alone"),
 )
 
 
 @pytest.mark.parametrize(("edit", "rule", "says"), BROKEN)
 def test_a_broken_plan_is_refused(edit: Any, rule: str, says: str) -> None:
-    plan = edit(moved(SHARED if edit is among_two_ranks else DEEP).plan)
+    plan = edit(moved(SHARED if edit is host_faults.copied_by_two else DEEP).plan)
+    assert plan is not None
     assert any(says in str(v) for v in check(plan) if v.rule == rule)
     with pytest.raises(PlanError):
         verify(plan)
@@ -362,6 +304,8 @@ def test_predictions_tell_the_memory_of_the_host() -> None:
     simulation = piper.simulate(compiled.plan, "h100x8")
     assert simulation.host_bytes == tuple(peaks)
     assert simulation.summary()["host_bytes"] == sum(peaks) and "fullest host" in repr(simulation)
+    lines = simulation.memory(0)
+    assert lines["activations"] > 0 and sum(lines.values()) == simulation.device_bytes[0]
     small = load_cluster("h100x8").each_links(lambda one: replace(one, host_memory_bytes=1000))
     assert any("the host of node 0 needs" in n for n in piper.simulate(compiled.plan, small).notes)
     text = explain(compiled)

@@ -89,7 +89,8 @@ def held_at_peak(plan: Plan, role: RolePlan) -> Iterator[Held]:
     whose = origins(plan, role, alive)
     for v, nbytes in alive.items():
         name, mb = whose.get(v, (v, -1))
-        yield Held(plan.values[v].category, name, mb, nbytes, v, name)
+        if (category := plan.values[v].category) != HOST:
+            yield Held(category, name, mb, nbytes, v, name)
     if extra and running is not None:
         chunk = running.op.chunk if isinstance(running.op, Compute) else ""
         yield Held("workspace", running.node, -1, extra, running.node, chunk)
