@@ -70,6 +70,7 @@ def judged(c: Composition, launcher: str = "inline", **options: Any) -> Plan:
         (replace(DEEP, keep="inputs"), {"tensors": "inputs"}),
         (replace(DEEP, schedule="interleaved", chunks=2), {"prefetch": 2}),
         (replace(DEEP, placement="v", backward="split"), {"prefetch": 0}),
+        (Composition("gpt", 2, 1, 4, "random", "random", seed=3), {}),
         (SHARED, {}),
         pytest.param(Composition("gpt", 1, 1, 2, "1f1b", tp=2), {}, marks=pytest.mark.long),
         pytest.param(

@@ -149,7 +149,7 @@ class _Tensors:
         """Return a tensor that chunks hand on; None if it is small, or a backward reads it that wants it to stay."""
         graph = self._graph
         ids = dict.fromkeys([*graph.writers.get(value, ()), *graph.users.get(value, ())])
-        at = [k for id in ids for k in self._at.get(id, ()) if self._nodes[k].role == role]
+        at = [k for id in ids for k in self._at.get(id, ()) if self._touches(k, value, role)]
         users = [k for k in at if self._nodes[k].coords.get("phase") == "F"]
         readers = [k for k in at if self._nodes[k].coords.get("phase") != "F"]
         policies = []
@@ -164,6 +164,11 @@ class _Tensors:
         if not computing or not policies or not self._fits(spec, policies[0]):
             return None
         return _Tensor(value, spec, tail, False, computing, tuple(readers), policies[0])
+
+    def _touches(self, k: int, value: str, role: str) -> bool:
+        """Return whether a node on a role reads or writes a value; in other microbatches its id may do otherwise."""
+        node = self._nodes[k]
+        return node.role == role and (value in node.reads or value in node.writes)
 
     def _fits(self, spec: TensorSpec, policy: Offloading) -> bool:
         return bind(spec.nbytes, self._bound.rows) >= max(1, policy.least_bytes)
