@@ -25,7 +25,7 @@ from piper_runtime.rank.binding.rank import Binder, Rank
 from piper_runtime.rank.values.host import HostMemory
 from piper_simulator import load_cluster
 from tests.faults import host_faults
-from tests.helpers import compositions
+from tests.helpers import compositions, evaluated_jobs
 from tests.helpers.compositions import Composition, expected, job_of, strategy_of
 from tests.helpers.memory_judge import lies
 from tests.helpers.parity import assert_parity
@@ -179,6 +179,17 @@ def saved_ports(plan: Plan) -> set[str]:
     """The saved tensors that move, without microbatches."""
     moves = (i.parts[0] for _, _, i in plan.instructions() if i.stream == TO_HOST)
     return {part.reads[0].partition("@")[0] for part in moves if ":saved" in part.reads[0]}
+
+
+def test_an_evaluation_moves_nothing() -> None:
+    """It has no backward, and its chunks have no variants that tell the tensors of modules."""
+    directives = (
+        *recipes.one_f_one_b(pp=2, microbatches=2),
+        offload(where(), least_mb=0, modules="layers.*"),
+    )
+    compiled = piper.compile(evaluated_jobs.job(), Strategy(Mesh(pp=2), directives))
+    assert compiled.evaluation is not None
+    assert kinds(compiled.plan) and not kinds(compiled.evaluation.plan)
 
 
 REFUSED = (

@@ -81,11 +81,12 @@ def kept_inside(program: Program, chunk: Chunk, told_by: str) -> tuple[str, ...]
 
     All of them if the policy is "".
     """
-    if not told_by:
-        return kept(chunk)
+    ports = kept(chunk)
+    if not told_by or not ports:
+        return ports
     others = kept(program.chunk(variant_name(chunk.id, told_by)))
     inside = {*kept(program.chunk(chunk.id))}.difference(others)
-    return tuple([port for port in kept(chunk) if port in inside])
+    return tuple([port for port in ports if port in inside])
 
 
 def port_value(chunk: Chunk, port: str) -> str:
