@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers, which do not 
     from piper_compiler import directive as directive
     from piper_compiler import fail as fail
     from piper_compiler import load_strategy as load_strategy
+    from piper_compiler import offload as offload
     from piper_compiler import order as order
     from piper_compiler import overlap as overlap
     from piper_compiler import partition as partition
@@ -115,6 +116,7 @@ _HOME = {
     "split": "piper_compiler",
     "split_backward": "piper_compiler",
     "place": "piper_compiler",
+    "offload": "piper_compiler",
     "recompute": "piper_compiler",
     "replicate": "piper_compiler",
     "shard": "piper_compiler",
