@@ -339,13 +339,20 @@ class CodeStore:
             self._traced[code, rows] = traced
         return traced
 
+    def alone(self, code: str, rows: int) -> tuple[dict[str, TensorSpec], dict[Step, Signature]]:
+        """Return the ports and steps of a code at one number of rows, from a trace there alone."""
+        traced = self.trace(code, rows)
+        steps = {s: replace(sig, cost=counted(sig.cost)) for s, sig in traced.steps.items()}
+        return dict(traced.ports), steps
+
     def _made(self, code: str, recipe: TraceSpec | PassedOn, rows: int) -> TracedChunk:
         if isinstance(recipe, PassedOn):
             return cut_chunk(recipe.joint(rows), KEEP_ALL)
         if recipe.piece.opaque:
             return recipe.opaque(rows)
         base = code if recipe.keep == KEEP_ALL else code.partition(variant_name("", ""))[0]
-        return cut_chunk(self.joint(base, rows), recipe.keep, recipe.origins)
+        usual = self._traced.get((base, rows)) if base != code else None
+        return cut_chunk(self.joint(base, rows), recipe.keep, recipe.origins, usual)
 
     def get(self, code: str, rows: int) -> Mapping[Step, StepCode]:
         """Return the functions of the steps that are not empty; they fit `Captured.bind(rows)`.
@@ -446,7 +453,7 @@ class Captured:
         chunks, variants = self.program.chunks, self.program.variants
         if rows == 1:
             codes = dict.fromkeys(chunk.code for chunk in (*chunks, *variants))
-            traced = {code: self._traced_alone(code) for code in codes}
+            traced = {code: self.code.alone(code, 1) for code in codes}
             chunks, variants = (
                 tuple(replace(c, ports=traced[c.code][0], steps=traced[c.code][1]) for c in cs)
                 for cs in (chunks, variants)
@@ -454,9 +461,3 @@ class Captured:
         return replace(
             self.program, chunks=bind_chunks(chunks, rows), variants=bind_chunks(variants, rows)
         )
-
-    def _traced_alone(self, code: str) -> tuple[dict[str, TensorSpec], dict[Step, Signature]]:
-        """Return the ports and steps of a code, traced at one row."""
-        traced = self.code.trace(code, 1)
-        steps = {s: replace(sig, cost=counted(sig.cost)) for s, sig in traced.steps.items()}
-        return dict(traced.ports), steps
