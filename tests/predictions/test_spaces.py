@@ -15,8 +15,13 @@ from typer.testing import CliRunner
 import piper
 from piper import cli, models
 from piper.api.problems.spaces import StrategySpace
+from piper.api.problems.tuning_problem import Conditions, problem_of
+from piper_autotune.space.problem import Programs, wanted_by
+from piper_autotune.space.rules import PruningRules
+from piper_autotune.space.sketch import Sketches
 from piper_autotune.space.space import SkippedError
 from piper_ir.ground.errors import TuneError
+from piper_simulator import load_cluster
 from tests.helpers.cases import each_case
 
 SIZES = models.LlamaConfig(
@@ -78,6 +83,28 @@ def test_a_search_begins_with_what_is_published_and_with_each_mesh_in_little_mem
     large = replace(space, scale=replace(space.scale, parameters=10**12))
     for made, zero in ((space, 1), (large, 3)):
         assert {s["zero"] for s in made.starts if s["pp"] > 1 and s["keep"] == "inputs"} == {zero}
+
+
+def test_a_slow_layout_is_rejected_by_a_trace_at_its_own_rows() -> None:
+    cluster = load_cluster(CLUSTER)
+    problem, more = problem_of(llama(), Conditions(cluster))
+    programs = Programs(problem, more["at_rows"], more["under"])
+    sketches, rules = Sketches(problem, programs), PruningRules(problem, programs)
+    space = piper.space(llama(), cluster)
+    for rows, keep in ((1, "inputs"), (2, "all")):
+        strategy = chosen(space, tp=2, pp=2, sequence=True, schedule="1f1b", rows=rows, keep=keep)
+        wanted = wanted_by(strategy, problem.program)
+        known_s = 0.0
+        for slower in (True, False):
+            pruned = rules.check(strategy, known_s)
+            assert (pruned is not None and pruned.rule == "slower") == slower
+            assert (wanted in programs.found) != slower, "all rows are traced if it may be of use"
+            early = sketches.sketch(strategy, rows)
+            assert early is not None and early.wanted.alone and wanted.request.shardings
+            known_s = sketches.computing_s(strategy, early, rows)[0] * (1 + 1e-9)
+        sketch = sketches.sketch(strategy)
+        assert sketch is not None and not sketch.wanted.alone
+        assert sketches.computing_s(strategy, sketch, rows)[0] == pytest.approx(known_s, rel=1e-8)
 
 
 @pytest.mark.parametrize("make", [llama, pytest.param(mixture, marks=pytest.mark.long)])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from packages.autotune.tests.test_tuner_rules import filled, states, untimed
+from packages.autotune.tests.test_tuner_rules import filled, least_s, states, untimed
 from packages.autotune.tests.tuner_spaces import problem
 from packages.compiler.tests.compile_cases import SCHEDULES, RandomProgram, random_case
 from piper_autotune.scoring.scoring import Scored, score
@@ -125,7 +125,7 @@ def bounds(item: Candidate) -> Least | None:
         return None
     rows = found.rows(sketch)
     assert rows is not None
-    seconds, _ = found.period_s(item.strategy, sketch, rows)
+    seconds = least_s(found, item.strategy, sketch, rows)
     whole = max(found.bucket_bytes(sketch).values())
     return Least(states(found, sketch), whole, filled(found, sketch, rows)[0], seconds)
 
@@ -216,7 +216,7 @@ def pipelines() -> tuple[tuple[Strategy, float], ...]:
 def pipeline_bounds() -> list[float]:
     sketches = Sketches(problem(), Programs(problem(), None))
     made = [(strategy, sketches.sketch(strategy)) for strategy, _ in pipelines()]
-    return [sketches.period_s(strategy, sketch, 1)[0] for strategy, sketch in made if sketch]
+    return [least_s(sketches, strategy, sketch, 1) for strategy, sketch in made if sketch]
 
 
 def test_a_pipeline_fills_and_drains(monkeypatch: pytest.MonkeyPatch) -> None:

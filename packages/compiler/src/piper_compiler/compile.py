@@ -101,28 +101,24 @@ def compile_program(
 def compiled(request: CompileRequest) -> Lowered:
     """Run the passes, from a program and a strategy to a plan."""
     with no_garbage_collection():
-        graph = step_graph(request, request.program)
-        rows = rows_per_microbatch(graph.microbatches, graph.replicas, request.global_batch)
-        if (
-            request.training.undivided
-            and graph.microbatches * graph.replicas > 1
-            and not request.evaluates
-        ):
+        graph = directed(request, request.program)
+        parts = graph.microbatches or 1
+        rows = rows_per_microbatch(parts, graph.replicas, request.global_batch)
+        if request.training.undivided and parts * graph.replicas > 1 and not request.evaluates:
             raise CompileError(
-                f"{graph.microbatches} microbatches x {graph.replicas} replicas: {request.training.undivided}"
+                f"{parts} microbatches x {graph.replicas} replicas: {request.training.undivided}"
             )
         if request.at_rows is not None and (exact := request.at_rows(rows)) is not request.program:
-            graph = step_graph(request, exact)
+            graph = directed(request, exact)
+        graph = complete(graph, request.training)
+        check_wiring(graph)
         return lowered(forwards_alone(graph) if request.evaluates else graph, rows, request)
 
 
-def step_graph(request: CompileRequest, program: Program) -> Graph:
-    """Return the graph of a whole training step, whose nodes stand for all microbatches."""
+def directed(request: CompileRequest, program: Program) -> Graph:
+    """Return the graph of a program with the directives applied, whose nodes stand for all microbatches."""
     graph = build_graph(program, split_mesh(request.strategy.mesh, program), request.costs)
-    graph = apply_directives(graph, request.strategy.directives)
-    graph = complete(graph, request.training)
-    check_wiring(graph)
-    return graph
+    return apply_directives(graph, request.strategy.directives)
 
 
 def split_mesh(mesh: Mesh, program: Program) -> Mesh:

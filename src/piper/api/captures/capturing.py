@@ -68,10 +68,13 @@ def program_at(captured: Captured, rows: int) -> Program:
     return captured.program
 
 
-def rewritten(traced: Traced | Captured, request: CaptureRequest) -> Captured:
+def rewritten(
+    traced: Traced | Captured, request: CaptureRequest, rows: int | None = None
+) -> Captured:
     """Return the capture that is cut at the layers, divided among devices and recomputed as a strategy asks.
 
-    Regions that the model itself puts under `torch.utils.checkpoint` have their variants, too.
+    Regions that the model itself puts under `torch.utils.checkpoint` have their variants, too. With `rows`, the sizes
+    that follow from shardings and policies hold at that number of rows alone, which takes less time.
     """
     from piper_capture import (
         with_empty_stages,
@@ -87,12 +90,12 @@ def rewritten(traced: Traced | Captured, request: CaptureRequest) -> Captured:
     with no_garbage_collection():
         captured = with_tiles(captured, request.tiles)
         if request.shardings:
-            captured = with_shardings(captured, request.shardings)
+            captured = with_shardings(captured, request.shardings, rows)
         captured = with_empty_stages(captured, before_empty(captured.program, request.empty_stages))
         policies = request.policies
         if any(CHECKPOINT in c.coords for c in captured.program.chunks):
             policies = (*policies, ASKED_FOR)
-        return with_policies(captured, policies) if policies else captured
+        return with_policies(captured, policies, rows) if policies else captured
 
 
 def captured_job(job: Job) -> Captured:

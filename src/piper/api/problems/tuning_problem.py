@@ -66,6 +66,8 @@ def problem_of(
     )  # by value: a worker that imported it would import torch
 
     def under(wanted: Wanted) -> Program:
+        if wanted.alone:
+            return rewritten(captured, wanted.request, wanted.rows).bind(wanted.rows)
         asked = rewritten(captured, wanted.request)
         return program_at(asked, wanted.rows) if wanted.rows else asked.program
 

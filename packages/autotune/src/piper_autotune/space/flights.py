@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from piper_compiler import directives
 from piper_ir.graph.graph import Graph
+from piper_ir.ground.select import Where
 
 ChunkGroup = tuple[str, tuple[str, ...], int]
 """A role, some of its chunks, and how many microbatches of all of them are in flight at one moment, at least."""
@@ -41,6 +42,7 @@ def chunk_groups(
         {name for o in orders for s in o.selections for name, _ in s.terms} - {"phase", "mb"}
     )
     least = Flight(0) if weights else Flight()
+    moments = [_moments(order, weights=weights) for order in orders]
     flights: dict[tuple[int | str | None, ...], Flight] = {}
     groups: dict[tuple[str, Flight], list[str]] = {}
     for role, chunks in roles.items():
@@ -48,7 +50,7 @@ def chunk_groups(
             coords = graph.compute(id, "F")[0].coords
             key = tuple([coords.get(name) for name in used])
             if key not in flights:
-                found = [in_flight(order, coords, weights=weights) for order in orders]
+                found = [_fullest(each, coords, weights=weights) for each in moments]
                 flights[key] = max([least, *found], key=lambda f: f.most)
             groups.setdefault((role, flights[key]), []).append(id)
     return tuple((role, tuple(ids), f.most) for (role, f), ids in groups.items() if f.most)
@@ -62,30 +64,45 @@ def in_flight(
     Only microbatches count whose forward and backward (of a split one: the input gradient) are both in the order; with
     `weights` the ones with an input gradient and no weight gradient yet. In an overlap a later phase may be first.
     """
-    opens, closes = ("I", ("W",)) if weights else ("F", ("B", "I"))
-    events: list[
-        tuple[int, bool, int, int]
-    ] = []  # the item, whether it opens, the selection, the microbatch
-    begun: set[int] = set()
+    return _fullest(_moments(order, weights=weights), coords, weights=weights)
+
+
+OrderEvent = tuple[int, bool, int, int, str]
+"""A selection of an order: its item, whether it opens a microbatch, its place, the microbatch and the phase."""
+
+
+def _moments(order: directives.Ordered, *, weights: bool) -> dict[Where, list[OrderEvent]]:
+    """Return the selections that open or close microbatches, by the rest of their terms."""
+    opens, *others = _phases(weights)
     together = {first + k: first for first, number in order.overlaps for k in range(number)}
+    moments: dict[Where, list[OrderEvent]] = {}
     for place, selection in enumerate(order.selections):
         terms = dict(selection.terms)
-        phase, mb = terms.get("phase"), terms.get("mb")
-        if (
-            phase in (opens, *closes, "W")
-            and isinstance(mb, int)
-            and selection.matches({**coords, "phase": str(phase), "mb": mb})
-        ):
-            events.append((together.get(place, place), phase == opens, place, mb))
-            if phase in closes:
-                begun.add(mb)
+        phase, mb = terms.pop("phase", None), terms.pop("mb", None)
+        if isinstance(mb, int) and isinstance(phase, str) and phase in (opens, *others, "W"):
+            moment = (together.get(place, place), phase == opens, place, mb, phase)
+            moments.setdefault(Where.of(tuple(terms.items())), []).append(moment)
+    return moments
+
+
+def _phases(weights: bool) -> tuple[str, ...]:
+    """Return the phase that opens a microbatch, and those that close it."""
+    return ("I", "W") if weights else ("F", "B", "I")
+
+
+def _fullest(
+    moments: Mapping[Where, Iterable[OrderEvent]], coords: Mapping[str, int | str], *, weights: bool
+) -> Flight:
+    _, *closes = _phases(weights)
+    at = [m for rest, those in moments.items() if rest.matches(coords) for m in those]
+    begun = {mb for *_, mb, phase in at if phase in closes}
     opened: set[int] = set()
     most = 0
-    for _, opening, _, mb in sorted(events):
+    for _, opening, _, mb, _ in sorted(at):
         if opening and mb in begun:
             opened.add(mb)
             most = max(most, len(opened))
         elif not opening:
             opened.discard(mb)
             begun.discard(mb)  # what comes after its end opens nothing
-    return Flight(most, (id(order), *(place for _, _, place, _ in events)))
+    return Flight(most, (id(moments), *sorted(place for _, _, place, _, _ in at)))

@@ -205,10 +205,12 @@ class Wanted:
     Attributes:
         rows: the rows per microbatch; 0 stands for any number of rows.
         request: what the strategy asks of the capture.
+        alone: whether sizes need to hold at these rows alone, as for a bound of time; that takes fewer traces.
     """
 
     rows: int = 0
     request: CaptureRequest = USUAL
+    alone: bool = False
 
     @property
     def special(self) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from piper_autotune.space.problem import Programs, TuningProblem
 from piper_autotune.space.sketch import Sketch, Sketches
 from piper_compiler import Strategy
-from piper_ir.tools import size_text, time_text
+from piper_ir.tools import no_garbage_collection, size_text, time_text
 
 SKIPPED = "skipped"
 """The rule of candidates that the strategy function leaves out itself."""
@@ -30,9 +30,10 @@ RULES: Mapping[str, str] = {
     "slower": "the compute of the busiest device alone, with the fill and drain of its pipeline, or the messages of "
     "the busiest stream, take longer than the steps of the best candidates known",
 }
-"""The meaning of each rule, by name, in the order in which they are tried."""
+"""The meaning of each rule, by name. The bound of compute is found soonest and tried first, that of messages last."""
 TOO_MUCH = ("states", "buckets", "activations")
 """The rules that reject for memory."""
+MESSAGES = "busiest stream communicates"
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,17 @@ class PruningRules:
 
     def check(self, strategy: Strategy, known_s: float = float("inf")) -> Pruned | None:
         """Return the first rule that rejects a strategy, which must beat the period `known_s` to be of use."""
+        with no_garbage_collection():
+            return self._check(strategy, known_s)
+
+    def _check(self, strategy: Strategy, known_s: float) -> Pruned | None:
         cluster = self._problem.cluster
         if cluster is not None and strategy.mesh.world > cluster.devices:
             has = f"{cluster.name} has {cluster.devices} devices"
             return _pruned("devices", f"{strategy.mesh} has {strategy.mesh.world} ranks, {has}")
+        early = self._sketches.early(strategy) if known_s < float("inf") else None
+        if early is not None and (slower := self._computing(strategy, early, known_s)):
+            return slower
         sketch = self._sketches.sketch(strategy)
         if sketch is None:
             return None
@@ -70,9 +78,20 @@ class PruningRules:
         if rows is None:
             parts = f"{sketch.microbatches} microbatches x {sketch.replicas} replicas"
             return _pruned("rows", f"{self._problem.global_batch} rows do not divide into {parts}")
-        return self._memory(sketch, rows, sharp=known_s == float("inf")) or self._time(
-            strategy, sketch, rows, known_s
+        if known_s == float("inf"):
+            return self._memory(sketch, rows, sharp=True)
+        # The bound of compute takes least to find, and that of messages most.
+        return (
+            self._computing(strategy, sketch, known_s)
+            or self._memory(sketch, rows, sharp=False)
+            or _slower(known_s, self._sketches.messages_s(sketch, rows), MESSAGES)
         )
+
+    def _computing(self, strategy: Strategy, sketch: Sketch, known_s: float) -> Pruned | None:
+        rows = self._sketches.rows(sketch)
+        if rows is None:
+            return None
+        return _slower(known_s, *self._sketches.computing_s(strategy, sketch, rows, known_s))
 
     def _memory(self, sketch: Sketch, rows: int, sharp: bool) -> Pruned | None:
         """Return the first rule of memory that rejects a sketch; `sharp` bounds say how far it is from fitting.
@@ -119,16 +138,13 @@ class PruningRules:
             {role: (nbytes, what(most, rows)) for role, (nbytes, most) in filled.items()},
         )
 
-    def _time(self, strategy: Strategy, sketch: Sketch, rows: int, known_s: float) -> Pruned | None:
-        if known_s == float("inf"):
-            return None
-        least, what = self._sketches.period_s(strategy, sketch, rows, known_s)
-        if least <= known_s:
-            return None
-        text = (
-            f"its {what} for {time_text(least)} per step; steps of {time_text(known_s)} are known"
-        )
-        return _pruned("slower", text, period_s=least)
+
+def _slower(known_s: float, least: float, what: str) -> Pruned | None:
+    """Return the rule "slower" if a lower bound of the seconds of a step is above the known ones."""
+    if least <= known_s:
+        return None
+    text = f"its {what} for {time_text(least)} per step; steps of {time_text(known_s)} are known"
+    return _pruned("slower", text, period_s=least)
 
 
 def _too_much(rule: str, role: str, held: int, limit: int, what: str) -> Pruned:

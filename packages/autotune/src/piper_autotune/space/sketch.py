@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from piper_autotune.space.flights import ChunkGroup, chunk_groups
 from piper_autotune.space.in_flight_bound import FullestMoment
@@ -45,23 +46,34 @@ class Sketch:
 
     Attributes:
         roles: the chunks of each role.
-        groups: chunks of a role that are run in one order.
-        weight_groups: chunks whose weight gradients wait, with how many microbatches wait for them at one moment.
         wanted: the program, at any number of rows.
         variants: the names of variants of chunks that are under one.
         graph: one microbatch, placed, with the buckets of parameters.
-        buckets: the needs of sharded buckets.
+        orders: the orders of devices.
     """
 
     microbatches: int
     replicas: int
     roles: Mapping[str, tuple[str, ...]]
-    groups: tuple[ChunkGroup, ...]
-    weight_groups: tuple[ChunkGroup, ...]
     wanted: Wanted
     variants: Mapping[str, str] = field(default_factory=dict)
     graph: Graph = field(kw_only=True, compare=False, repr=False)
-    buckets: WholeBuckets = field(kw_only=True, compare=False, repr=False)
+    orders: Sequence[directives.Ordered] = field(kw_only=True, compare=False, repr=False)
+
+    @cached_property
+    def groups(self) -> tuple[ChunkGroup, ...]:
+        """Return the chunks of a role that are run in one order."""
+        return chunk_groups(self.graph, self.roles, self.orders)
+
+    @cached_property
+    def weight_groups(self) -> tuple[ChunkGroup, ...]:
+        """Return the chunks whose weight gradients wait, with how many microbatches wait for them at one moment."""
+        return chunk_groups(self.graph, self.roles, self.orders, weights=True)
+
+    @cached_property
+    def buckets(self) -> WholeBuckets:
+        """Return the needs of sharded buckets."""
+        return WholeBuckets(self.graph, turns(self.graph, self.orders, self.microbatches))
 
     def names(self, chunks: Iterable[str]) -> Iterator[str]:
         """Yield the names of chunks, or of the variants that run in their place."""
@@ -76,25 +88,34 @@ class Sketches:
 
     def __init__(self, problem: TuningProblem, programs: Programs) -> None:
         self._problem, self._programs = problem, programs
-        self._placed: dict[Strategy, Graph | None] = {}
+        self._placed: dict[tuple[Strategy, int], Graph | None] = {}
         self._seconds: dict[tuple[Mesh, Wanted], StepSeconds | None] = {}
         self._paths: dict[int, MicrobatchPaths] = {}
         self._states: dict[int, dict[str, int]] = {}
         self._chunks: dict[Wanted, Mapping[str, Chunk]] = {}
         self._built: dict[tuple[Mesh, Wanted], Graph] = {}
 
-    def sketch(self, strategy: Strategy) -> Sketch | None:
-        """Return the sketch of a strategy, or None.
+    def early(self, strategy: Strategy) -> Sketch | None:
+        """Return a sketch whose sizes hold at its own rows, if the program at any rows is not there yet; else None.
+
+        It takes a part of the traces, and is enough to bound the seconds of compute.
+        """
+        wanted, batch = wanted_by(strategy, self._problem.program), self._problem.global_batch
+        if batch is None or not wanted.request.shardings or wanted in self._programs.found:
+            return None
+        rows, rest = divmod(batch, _microbatches(_decisions(strategy)) * strategy.replicas)
+        return None if rest or rows < 1 else self.sketch(strategy, rows)
+
+    def sketch(self, strategy: Strategy, rows: int = 0) -> Sketch | None:
+        """Return the sketch of a strategy, or None; with `rows`, one for `early`, without buckets.
 
         A strategy has none when a directive does not state its decisions, when it places a chunk by microbatch, when it
         overlaps pairs whose duration is given, or when it does not apply.
         """
-        decisions = [
-            decision for d in strategy.directives if (decision := directives.decided(d)) is not None
-        ]
+        decisions = _decisions(strategy)
         if len(decisions) < len(strategy.directives):
             return None
-        graph = self._graph(strategy.mesh, decisions)
+        graph = self._graph(strategy.mesh, decisions, rows)
         if graph is None:
             return None
         roles: dict[str, list[str]] = {}
@@ -104,22 +125,18 @@ class Sketches:
             roles.setdefault(node.role, []).append(chunk.id)
             if isinstance(node.op, Compute) and node.op.keep != KEEP_ALL:
                 variants[chunk.id] = node.op.variant
-        parts = next((d.microbatches for d in decisions if d.microbatches is not None), 1)
         orders = [d.order for d in decisions if d.order is not None]
         if graph.program.overlap and any(order.overlaps for order in orders):
             return None
-        buckets = WholeBuckets(graph, turns(graph, orders, parts))
-        placed = {r: tuple(c) for r, c in roles.items()}
+        wanted = wanted_by(strategy, self._problem.program)
         return Sketch(
-            parts,
+            _microbatches(decisions),
             graph.replicas,
-            placed,
-            chunk_groups(graph, roles, orders),
-            chunk_groups(graph, roles, orders, weights=True),
-            wanted_by(strategy, self._problem.program),
+            {r: tuple(c) for r, c in roles.items()},
+            replace(wanted, rows=rows, alone=True) if rows else wanted,
             variants,
             graph=graph,
-            buckets=buckets,
+            orders=orders,
         )
 
     def rows(self, sketch: Sketch) -> int | None:
@@ -129,14 +146,13 @@ class Sketches:
         rows, rest = divmod(self._problem.global_batch, sketch.microbatches * sketch.replicas)
         return None if rest or rows < 1 else rows
 
-    def period_s(
+    def computing_s(
         self, strategy: Strategy, sketch: Sketch, rows: int, known_s: float = float("inf")
     ) -> tuple[float, str]:
-        """Return a lower bound of the seconds per step, and a text for its cause.
+        """Return a lower bound of the seconds per step by compute alone, and a text for its cause.
 
-        A device runs its compute one after the other, and so does each stream its messages; a pipeline fills and
-        drains. It is 0 with a cost model that does not promise that single steps are a bound; messages count with
-        Piper's own model, unless the others take longer than `known_s`.
+        A device runs its compute one after the other, and a pipeline fills and drains; that counts unless the former
+        takes longer than `known_s`. It is 0 with a cost model that does not promise that single steps are a bound.
         """
         if not self._problem.bounds_steps:
             return 0.0, ""
@@ -148,11 +164,8 @@ class Sketches:
             sum(by_chunk[c] for c in sketch.names(chunks)) for chunks in sketch.roles.values()
         )
         piped = self._pipeline_s(sketch, rows, seconds) if computes <= known_s else 0.0
-        sent = self._messages_s(sketch, rows) if max(computes, piped) <= known_s else 0.0
         return max(
-            (computes, "busiest device computes"),
-            (piped, "pipeline computes, fills and drains"),
-            (sent, "busiest stream communicates"),
+            (computes, "busiest device computes"), (piped, "pipeline computes, fills and drains")
         )
 
     def _pipeline_s(self, sketch: Sketch, rows: int, seconds: StepSeconds) -> float:
@@ -244,8 +257,11 @@ class Sketches:
             buckets=tuple(graph.buckets.values()),
         )
 
-    def _messages_s(self, sketch: Sketch, rows: int) -> float:
-        """Return the least seconds that the busiest stream needs for the messages of buckets."""
+    def messages_s(self, sketch: Sketch, rows: int) -> float:
+        """Return the least seconds that the busiest stream needs for the messages of buckets, one after the other.
+
+        It is 0 with another cost model than Piper's own.
+        """
         if self._problem.model is not DeviceModel or not sketch.graph.replication:
             return 0.0
         plan = self._bare(sketch, rows)
@@ -260,22 +276,24 @@ class Sketches:
         except PiperError:  # scoring says it
             return 0.0
 
-    def _graph(self, mesh: Mesh, decisions: Sequence[directives.Decided]) -> Graph | None:
-        """Return the graph of one microbatch with everything placed, without orders."""
-        key = Strategy(mesh, [d.single for d in decisions if d.single is not None])
+    def _graph(
+        self, mesh: Mesh, decisions: Sequence[directives.Decided], rows: int
+    ) -> Graph | None:
+        """Return the graph of one microbatch with everything placed, without orders; with `rows`, without buckets."""
+        single = Strategy(mesh, [d.single for d in decisions if d.single is not None])
+        key = single, rows
         if key not in self._placed:
             try:
-                wanted = wanted_by(key, self._problem.program)
-                if (key.mesh, wanted) not in self._built:
+                wanted = wanted_by(single, self._problem.program)
+                wanted = replace(wanted, rows=rows, alone=True) if rows else wanted
+                if (mesh, wanted) not in self._built:
                     program = (
                         self._programs.exact(wanted) if wanted.special else None
                     ) or self._problem.program
-                    self._built[key.mesh, wanted] = build_graph(
-                        program, split_mesh(key.mesh, program)
-                    )
-                graph = apply_directives(self._built[key.mesh, wanted], key.directives)
+                    self._built[mesh, wanted] = build_graph(program, split_mesh(mesh, program))
+                graph = apply_directives(self._built[mesh, wanted], single.directives)
                 graph = graph if graph.microbatches else directives.split_all(graph, 1)
-                self._placed[key] = with_buckets(graph, self._problem.training)
+                self._placed[key] = graph if rows else with_buckets(graph, self._problem.training)
             except PiperError:  # compiling it names the problem, in the user's terms
                 self._placed[key] = None
         return self._placed[key]
@@ -328,6 +346,16 @@ class Sketches:
             return seconds
         except PiperError:  # no durations for this number of rows: scoring says so
             return None
+
+
+def _decisions(strategy: Strategy) -> list[directives.Decided]:
+    """Return the decisions of the directives that state them."""
+    every = (directives.decided(d) for d in strategy.directives)
+    return [decision for decision in every if decision is not None]
+
+
+def _microbatches(decisions: Iterable[directives.Decided]) -> int:
+    return next((d.microbatches for d in decisions if d.microbatches is not None), 1)
 
 
 def _wanted(sketch: Sketch, rows: int) -> Wanted:

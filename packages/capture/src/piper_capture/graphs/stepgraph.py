@@ -204,7 +204,7 @@ class StepBuilder:
         value = aliasing.tensor(node)
         order = aliasing.dense_order(value)
         assert order is not None
-        shape = tuple(value.permute(order).shape)
+        shape = tuple([value.shape[d] for d in order])
         self.placed[node] = Storage(port, shape, order)
         return shape
 
@@ -266,6 +266,9 @@ class StepBuilder:
         """Return a node for the joint graph's tensor, from the port's, which may have another shape or order."""
         place, value = self._provided[node], aliasing.tensor(node)
         order = list(range(value.dim()))
+        if list(place.order) == order and self._port_shape(place.port, node) == tuple(value.shape):
+            given.meta["val"] = value
+            return given
         inverse = [place.order.index(d) for d in order]
         flat = value.permute(place.order)
         port_shape = self._port_shape(place.port, node)

@@ -23,11 +23,17 @@ WHY = "exchange_for"
 """The key of a node's meta with the purpose of a collective."""
 
 
+RESULTS = "piper_results"
+"""The attribute of a mode that holds the fake results of calls, by op and the forms of its arguments."""
+
+
 class Emitter:
     """Build a graph node by node."""
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
         self.graph, self._mode = graph, mode
+        # with the mode, since layouts of one chunk have most calls in common, and fake tensors belong to a mode
+        self._results: dict[Any, Any] = vars(mode).setdefault(RESULTS, {})
         self._meta: Mapping[str, Any] | None = None
 
     @contextmanager
@@ -88,9 +94,22 @@ class Emitter:
             )
         call = self.graph.call_function(op, args, dict(kwargs))
         real_args, real_kwargs = fx.node.map_arg((args, dict(kwargs)), lambda n: n.meta["val"])
-        with self._mode, torch.no_grad():
-            call.meta = {**(self._meta or {}), "val": op(*real_args, **real_kwargs)}
+        form = op, _form(real_args), _form(tuple(real_kwargs.items()))
+        if form not in self._results:
+            with self._mode, torch.no_grad():
+                self._results[form] = op(*real_args, **real_kwargs)
+        call.meta = {**(self._meta or {}), "val": self._results[form]}
         return call
+
+
+def _form(value: Any) -> Any:
+    """Return the facts of an argument on which the form of a result depends, so that they can be compared."""
+    if isinstance(value, Tensor):
+        place = value.storage_offset(), value.untyped_storage().nbytes()
+        return value.shape, value.stride(), value.dtype, *place
+    if isinstance(value, list | tuple):
+        return tuple([_form(item) for item in value])
+    return type(value), value
 
 
 def _can_be_viewed(tensor: Tensor, shape: Sequence[int]) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 
@@ -134,6 +135,10 @@ def call_of(node: fx.Node) -> tuple[OpCall, tuple[TensorKey, ...]]:
     return OpCall.of(node.target, args, kwargs, node.meta["val"]), tuple(keys)
 
 
+SPACE = "piper_space"
+"""The attribute of a graph that holds its dimensions and the nests that run alike."""
+
+
 def indexed(
     joint: Joint, cuts: Mapping[tuple[TensorKey, int], Collection[int]] | None = None
 ) -> Indexed:
@@ -142,6 +147,14 @@ def indexed(
     `cuts` are further ones of dimensions of tensors, given as the sizes of the inner nests.
     Raises OverlappingCuts if they do not fit into each other.
     """
+    kept = vars(joint.graph)  # which stays as it is; layouts of many degrees are made of one graph
+    if SPACE not in kept:
+        kept[SPACE] = _space(joint)
+    space: _Space = kept[SPACE]
+    return space.whole if not cuts else space.cut(cuts)
+
+
+def _space(joint: Joint) -> _Space:
     space = _Space()
     for node in joint.graph.nodes:
         if node.op == "output" or node.target is operator.getitem:
@@ -156,9 +169,7 @@ def indexed(
     ]
     for a, b in pairs:
         space.unite(key_of(a), key_of(b))
-    for (key, dim), more in (cuts or {}).items():
-        space.cut(key, dim, more)
-    return space.indexed()
+    return space
 
 
 @dataclass(frozen=True)
@@ -179,11 +190,18 @@ class _Space:
         self._dims: dict[TensorKey, list[int]] = {}
         self._links: list[tuple[list[int], list[int]]] = []
         self._ops: dict[fx.Node, _Op] = {}
-        self._given: dict[int, set[int]] = {}
 
-    def cut(self, key: TensorKey, dim: int, cuts: Collection[int]) -> None:
-        """Cut a dimension also where no op does."""
-        self._given.setdefault(self._dims[key][dim], set()).update(cuts)
+    @cached_property
+    def whole(self) -> Indexed:
+        """Return the indexes with the cuts of ops alone."""
+        return self._indexed({})
+
+    def cut(self, cuts: Mapping[tuple[TensorKey, int], Collection[int]]) -> Indexed:
+        """Return the indexes with dimensions cut also where no op does."""
+        given: dict[int, set[int]] = {}
+        for (key, dim), more in cuts.items():
+            given.setdefault(self._dims[key][dim], set()).update(more)
+        return self._indexed(given)
 
     def add_tensors(self, node: fx.Node, tensors: Sequence[Tensor]) -> None:
         for k, tensor in enumerate(tensors):
@@ -219,8 +237,8 @@ class _Space:
         self._sizes.append(size)
         return len(self._sizes) - 1
 
-    def indexed(self) -> Indexed:
-        cuts, broken = _cuts(self._sizes, self._links, self._given)
+    def _indexed(self, given: Mapping[int, set[int]]) -> Indexed:
+        cuts, broken = _cuts(self._sizes, self._links, given)
         factors = [_factors(size, cut) for size, cut in zip(self._sizes, cuts, strict=True)]
         firsts = [0]
         for sizes in factors:

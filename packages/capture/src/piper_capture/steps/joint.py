@@ -90,13 +90,17 @@ def cut_chunk(
     keep: str,
     inside: Sequence[Collection[str] | None] = (None,),
     fused: bool = False,
+    usual: TracedChunk | None = None,
 ) -> TracedChunk:
     """Return the steps of a traced chunk under a policy of recomputation; the joint graph stays as it is.
 
     `inside` are the origins of the operations for which each of the policies beside each other holds; None for all.
     `fused` puts operations into fusions, which Inductor compiles.
+    From `usual`, the same chunk without a policy, are the steps that are equal, unless regions of experts need graphs.
     """
-    cut = phases.cut(joint, keep, inside)
+    if usual is not None and any(sig.experts is not None for sig in usual.steps.values()):
+        usual = None
+    cut = phases.cut(joint, keep, inside, None if usual is None else usual.output_grads)
     steps: dict[Step, Signature] = {}
     code: dict[Step, StepCode] = {}
     for graph in cut.steps.values():
@@ -117,6 +121,9 @@ def cut_chunk(
         )
         if not steps[step].empty:
             code[step] = generate(step, graph, lines, joint.constants)
+    if usual is not None:
+        steps |= {step: usual.steps[step] for step in ("I", "W")}
+        code |= {step: usual.code[step] for step in ("I", "W") if step in usual.code}
     return TracedChunk(
         cut.ports, steps, code, cut.output_grads, cut.input_grads, cut.random, drawn_in(joint.graph)
     )

@@ -18,6 +18,8 @@ Constants are not counted: they live as long as the code.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -54,13 +56,9 @@ def analyse(step: StepGraph, lines: Sequence[Line]) -> Liveness:
     at_line = _bytes_at_lines(lines, last)
     ends = [last.get(inputs[k], -1) for k in consumed]
     spans = list(zip([-1, *ends], [*ends, len(lines)], strict=True))
-    written = {
-        number for number, _ in at_line if aliasing.asked(is_written_on_cpu, lines[number].node)
-    }
-    inside_too = [
-        (number, live_bytes + aliasing.asked(cpu_workspace, lines[number].node))
-        for number, live_bytes in at_line
-    ]
+    own_by_line = {number: aliasing.asked(_workspaces, lines[number].node) for number, _ in at_line}
+    written = {number for number, own in own_by_line.items() if own.written}
+    inside_too = [(number, live_bytes + own_by_line[number].cpu) for number, live_bytes in at_line]
     segments = [
         tuple(
             live_bytes if number in written else size
@@ -73,12 +71,10 @@ def analyse(step: StepGraph, lines: Sequence[Line]) -> Liveness:
         tuple(size for number, size in inside_too if number in written and start < number <= end)
         for start, end in spans
     ]
-    of_cuda = [
-        (number, live_bytes, aliasing.asked(cuda_workspace, lines[number].node))
-        for number, live_bytes in at_line
-    ]
     kernels = [
-        (number, _inside(live_bytes, own)) for number, live_bytes, own in of_cuda if own is not None
+        (number, _inside(live_bytes, own))
+        for number, live_bytes in at_line
+        if (own := own_by_line[number].cuda) is not None
     ]
     inside = (
         [tuple(k for number, k in kernels if start < number <= end) for start, end in spans]
@@ -88,6 +84,20 @@ def analyse(step: StepGraph, lines: Sequence[Line]) -> Liveness:
     return Liveness(
         tuple(consumed), tuple(segments), tuple(inside), tuple(on_cpu) if written else ()
     )
+
+
+@dataclass(frozen=True)
+class _Workspaces:
+    """Hold the workspace of an op's kernels, and whether a CPU computes it written out."""
+
+    written: bool
+    cpu: int
+    cuda: Workspace | None
+
+
+def _workspaces(op: Any, args: Any, out: Any, kwargs: Any) -> _Workspaces:
+    call = op, args, out, kwargs
+    return _Workspaces(is_written_on_cpu(*call), cpu_workspace(*call), cuda_workspace(*call))
 
 
 def _inside(held: int, own: Workspace) -> Inside:

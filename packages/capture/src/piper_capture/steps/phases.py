@@ -60,11 +60,15 @@ class ChunkSteps:
 
 
 def cut(
-    joint: Joint, keep: str = KEEP_ALL, inside: Sequence[Collection[str] | None] = (None,)
+    joint: Joint,
+    keep: str = KEEP_ALL,
+    inside: Sequence[Collection[str] | None] = (None,),
+    output_grads: tuple[bool, ...] | None = None,
 ) -> ChunkSteps:
     """Return the steps of a chunk under a recomputation policy, and the specs of its ports.
 
-    `inside` are the origins of the operations for which each of the policies beside each other holds; None for all.
+    `inside` are the origins of the operations for which each of the policies beside each other holds; None for all. I
+    and W are the same under any policy, and left out if `output_grads` are known from another.
     """
     rank = {n: i for i, n in enumerate(joint.graph.nodes)}
     backward = backward_nodes(joint)
@@ -111,12 +115,11 @@ def cut(
     w.accumulate(params)
     steps: dict[Step, StepGraph] = {
         **_forward(joint, keep, inside, f, body_f, placed),
-        "I": i.finish(),
-        "W": w.finish(),
     }
-
-    read = {port for step in steps.values() for port in step.reads}
-    output_grads = tuple(f"tan{k}" in read for k in range(len(joint.outputs)))
+    if output_grads is None:
+        steps |= {"I": i.finish(), "W": w.finish()}
+        read = {port for step in steps.values() for port in step.reads}
+        output_grads = tuple(f"tan{k}" in read for k in range(len(joint.outputs)))
     ports = {f"in{k}": spec_of(n) for k, n in enumerate(joint.inputs)}
     ports |= f.specs
     ports |= {f"tan{k}": spec_of(n) for k, n in enumerate(joint.outputs) if output_grads[k]}

@@ -355,6 +355,12 @@ class CodeStore:
             self._traced[code, rows] = traced
         return traced
 
+    def alone(self, code: str, rows: int) -> tuple[dict[str, TensorSpec], dict[Step, Signature]]:
+        """Return the ports and steps of a code at one number of rows, from a trace there alone."""
+        traced = self.trace(code, rows)
+        steps = {s: replace(sig, cost=counted(sig.cost)) for s, sig in traced.steps.items()}
+        return dict(traced.ports), steps
+
     def _made(self, code: str, recipe: TraceSpec | PassedOn, rows: int) -> TracedChunk:
         if isinstance(recipe, PassedOn):
             return cut_chunk(recipe.joint(rows), KEEP_ALL)
@@ -362,7 +368,8 @@ class CodeStore:
             return recipe.opaque(rows)
         eager = self._eager.get(code, code)
         base = eager if recipe.keep == KEEP_ALL else eager.partition(variant_name("", ""))[0]
-        return cut_chunk(self.joint(base, rows), recipe.keep, recipe.origins, recipe.fused)
+        usual = self._traced.get((base, rows)) if base != code and not recipe.fused else None
+        return cut_chunk(self.joint(base, rows), recipe.keep, recipe.origins, recipe.fused, usual)
 
     def get(self, code: str, rows: int) -> Mapping[Step, StepCode]:
         """Return the functions of the steps that are not empty; they fit `Captured.bind(rows)`.
@@ -467,7 +474,7 @@ class Captured:
         if not self.is_affine(rows):
             named = self.code.fused if self.kernels == "inductor" else str
             codes = {chunk.code: named(chunk.code) for chunk in (*chunks, *variants)}
-            traced = {code: self._traced_at(code, rows) for code in dict.fromkeys(codes.values())}
+            traced = {code: self.code.alone(code, rows) for code in dict.fromkeys(codes.values())}
             chunks, variants = (
                 tuple(
                     replace(
@@ -487,11 +494,3 @@ class Captured:
     def is_affine(self, rows: int) -> bool:
         """Return whether the program for a number of rows follows from the one with sizes affine in rows."""
         return rows > 1 and self.kernels == "eager"
-
-    def _traced_at(
-        self, code: str, rows: int
-    ) -> tuple[dict[str, TensorSpec], dict[Step, Signature]]:
-        """Return the ports and steps of a code, traced at a number of rows."""
-        traced = self.code.trace(code, rows)
-        steps = {s: replace(sig, cost=counted(sig.cost)) for s, sig in traced.steps.items()}
-        return dict(traced.ports), steps

@@ -1,4 +1,4 @@
-"""Fit the ports and steps of a chunk to another code: the same chunk, tiled or divided among devices."""
+"""Fit the ports and steps of a chunk to another code: the same chunk, tiled, recomputed or divided among devices."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from piper_capture.store.codestore import CodeStore
 from piper_capture.store.sizes import Fitter, NotAffine, explain
 from piper_ir.ground.errors import CaptureError
 from piper_ir.program.program import Chunk
+
+
+def traced_at(store: CodeStore, chunk: Chunk, code: str, rows: int) -> Chunk:
+    """Return a chunk with the ports and steps of a code at one number of rows, traced there alone."""
+    ports, steps = store.alone(code, rows)
+    return replace(chunk, ports=ports, steps=steps, code=code)
 
 
 def refitted(store: CodeStore, chunk: Chunk, code: str) -> Chunk:

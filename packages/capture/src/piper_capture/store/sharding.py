@@ -28,25 +28,30 @@ from piper_capture.steps.routed import RoutedLayouts
 from piper_capture.store.assemble import TRACE_ROWS, with_experts
 from piper_capture.store.codestore import Captured
 from piper_capture.store.experts import ExpertChunks
-from piper_capture.store.refitted import refitted
+from piper_capture.store.refitted import refitted, traced_at
 from piper_capture.store.sharing_cuts import with_seams
 from piper_ir.ground.errors import DirectiveError
 from piper_ir.program.layout import TOKENS, Sharding
 from piper_ir.program.program import Chunk, Param, Program
 
 
-def with_shardings(captured: Captured, shardings: Sequence[Sharding]) -> Captured:
+def with_shardings(
+    captured: Captured, shardings: Sequence[Sharding], rows: int | None = None
+) -> Captured:
     """Return a capture whose chunks are the shards of one device among the devices that share them.
 
-    Every code is rewritten once, not captured again. Raises DirectiveError, with the indexes that can be shared, if
-    others are asked for.
+    Every code is rewritten once, not captured again. With `rows`, sizes hold at that number of rows alone, which takes
+    fewer traces. Raises DirectiveError, with the indexes that can be shared, if others are asked for.
     """
     asked = tuple(shardings)
     if not asked:
         return captured
     rewritten = captured.shared.get(asked)
-    if rewritten is None:
-        rewritten = captured.shared[asked] = _made(captured, asked)
+    if rewritten is not None:
+        return rewritten
+    rewritten = _made(captured, asked, rows)
+    if rows is None:
+        captured.shared[asked] = rewritten
     return rewritten
 
 
@@ -57,13 +62,15 @@ def cut_at_experts(captured: Captured) -> Captured:
     return captured.shared[()]
 
 
-def _made(captured: Captured, asked: tuple[Sharding, ...]) -> Captured:
+def _made(captured: Captured, asked: tuple[Sharding, ...], rows: int | None) -> Captured:
     wanted = next((one for one in asked if one.experts), None)
     if wanted is None:
         split = _split(captured, asked)
         seams = any(one.cut for one in split)
         return _Shared(
-            with_seams(captured, split, params_of(captured.program)) if seams else captured, split
+            with_seams(captured, split, params_of(captured.program)) if seams else captured,
+            split,
+            rows,
         ).captured()
     apart = cut_at_experts(captured)
     params = params_of(apart.program)
@@ -75,7 +82,7 @@ def _made(captured: Captured, asked: tuple[Sharding, ...]) -> Captured:
         wanted = replace(wanted, folded=tuple(folded))
         expert_chunks = ExpertChunks(apart, wanted, params)
     expert_chunks.check_tokens(_token_axes(others))
-    return _Shared(apart, (*others, wanted), expert_chunks).captured()
+    return _Shared(apart, (*others, wanted), rows, expert_chunks).captured()
 
 
 def _token_axes(asked: Sequence[Sharding]) -> tuple[tuple[str, int], ...]:
@@ -144,9 +151,14 @@ def params_of(program: Program) -> dict[str, tuple[tuple[str, ...], ...]]:
 
 class _Shared:
     def __init__(
-        self, captured: Captured, asked: tuple[Sharding, ...], experts: ExpertChunks | None = None
+        self,
+        captured: Captured,
+        asked: tuple[Sharding, ...],
+        rows: int | None,
+        experts: ExpertChunks | None = None,
     ) -> None:
         self._captured, self._asked, self._experts = captured, asked, experts
+        self._rows = rows
         self._bodies: dict[str, Chunk] = {}
         self._params_of = params_of(captured.program)
         self._tokens = _shares_tokens(asked)
@@ -237,7 +249,12 @@ class _Shared:
             return chunk
         body = self._bodies.get(code)
         if body is None:
-            body = self._bodies[code] = refitted(self._captured.code, chunk, code)
+            store, rows = self._captured.code, self._rows
+            body = self._bodies[code] = (
+                refitted(store, chunk, code)
+                if rows is None
+                else traced_at(store, chunk, code, rows)
+            )
         inputs = tuple(replace(i, spec=body.ports[f"in{k}"]) for k, i in enumerate(chunk.inputs))
         outputs = tuple(replace(o, spec=body.ports[f"out{k}"]) for k, o in enumerate(chunk.outputs))
         axis = (

@@ -10,6 +10,7 @@ from torch import fx
 from piper_capture.module.tags import examples, matches
 from piper_capture.store.assemble import TRACE_ROWS
 from piper_capture.store.codestore import Captured
+from piper_capture.store.refitted import traced_at
 from piper_capture.store.sizes import Fitter, NotAffine, explain
 from piper_ir.ground.errors import CaptureError, SelectorError
 from piper_ir.ground.select import EMPTY
@@ -17,31 +18,37 @@ from piper_ir.program.ops import BESIDE, KEEP_ALL, WITHIN
 from piper_ir.program.program import Chunk
 
 
-def with_policies(captured: Captured, policies: Iterable[str]) -> Captured:
+def with_policies(captured: Captured, policies: Iterable[str], rows: int | None = None) -> Captured:
     """Return a capture whose program has variants of all chunks under these policies.
 
     Each code is traced once for each policy; variants that are known already are taken from the capture. Equal policies
-    give the same program. Raises CaptureError if a chunk is not affine in the rows under a policy, and SelectorError
-    for the modules of a policy that do not exist.
+    give the same program. With `rows`, sizes of new variants hold at that number of rows alone. Raises CaptureError if
+    a chunk is not affine in the rows under a policy, and SelectorError for the modules of a policy that do not exist.
     """
     wanted = tuple(sorted({*policies} - {KEEP_ALL}))
     if not wanted:
         return captured
     extended = captured.under.get(wanted)
     if extended is None:
-        variants = tuple(v for keep in wanted for v in _variants(captured, keep))
-        extended = captured.under[wanted] = replace(captured.program, variants=variants)
+        variants = tuple(v for keep in wanted for v in _variants(captured, keep, rows))
+        extended = replace(captured.program, variants=variants)
+        if rows is None:
+            captured.under[wanted] = extended
     return replace(captured, program=extended)
 
 
-def _variants(captured: Captured, keep: str) -> Iterator[Chunk]:
+def _variants(captured: Captured, keep: str, rows: int | None) -> Iterator[Chunk]:
     bodies: dict[str, Chunk] = {}
     modules = _modules(captured, keep)
     for chunk in captured.program.chunks:
         code = captured.code.variant(chunk.code, keep, _inside(captured, chunk, modules))
         body = bodies.get(code)
         if body is None:
-            body = bodies[code] = _body(captured, chunk, keep, code)
+            body = bodies[code] = (
+                _body(captured, chunk, keep, code)
+                if rows is None
+                else traced_at(captured.code, chunk, code, rows)
+            )
         yield replace(chunk, ports=body.ports, steps=body.steps, code=body.code, keep=keep)
 
 

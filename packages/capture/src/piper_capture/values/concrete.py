@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -36,9 +37,13 @@ def line_of(node: fx.Node) -> str:
 
 def frame_of(node: fx.Node) -> tuple[str, str, str] | None:
     """Return the file, the line and the code of the user's line that made a node; None if it is not known."""
-    frames = re.findall(
-        r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or ""
-    )
+    return _frame(node.meta.get("stack_trace") or "")
+
+
+@lru_cache(maxsize=4096)
+def _frame(trace: str) -> tuple[str, str, str] | None:
+    """Return the frame of the user's line in a stack trace, which many nodes have in common."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', trace)
     own = [f for f in frames if is_model_code(f[0])] or frames
     return (own[-1][0], own[-1][1], own[-1][2].strip()) if own else None
 

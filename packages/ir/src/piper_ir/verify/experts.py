@@ -27,7 +27,8 @@ def check_experts(findings: Findings) -> None:
     for channel in plan.channels:
         if channel.purpose == PURPOSE and (problem := _channel_problem(plan, channel)):
             findings.add(RULE, f"channel {channel.id} {problem}")
-    for role in plan.roles if plan.experts else ():
+    exchanges = any(channel.purpose == PURPOSE for channel in plan.channels)
+    for role in plan.roles if plan.experts and exchanges else ():
         for index, problem in _use_problems(plan, role):
             findings.add(RULE, problem, role, index)
 

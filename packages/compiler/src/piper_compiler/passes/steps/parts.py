@@ -102,6 +102,7 @@ class PartMaker:
         self.made: dict[
             tuple[int, HeldValues], list[Made]
         ] = {}  # by the identity of a node, whose parts differ in the values that they hold, and its offloaded tensors
+        self.home = {name: b.id for b in graph.buckets.values() for name in b.params}
         self.needed: dict[
             tuple[str, str], frozenset[tuple[str, str]]
         ] = {}  # by variant and step, see `_needs`
@@ -167,12 +168,11 @@ class PartMaker:
         sig = chunk.steps[op.step]
         read = {chunk.inputs[int(p[2:])].ref for p in sig.reads if p.startswith("in")}
         used = {"gathered": read, "reduced": {chunk.inputs[k].ref for k in sig.accumulates}}
-        buckets = self.graph.buckets.values()
         needs = frozenset(
-            (category, b.id)
+            (category, self.home[name])
             for category, names in used.items()
-            for b in buckets
-            if not names.isdisjoint(b.params)
+            for name in names
+            if name in self.home
         )
         self.needed[op.variant, op.step] = needs
         return needs

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 
@@ -58,12 +58,15 @@ class _Trace:
     """Record the instructions of a microbatch on a role so far.
 
     Attributes:
-        order: the values that it has touched, in the order of first touch.
+        order: the values that it has touched, in the order of first touch; behind these may stand values that a later
+            trace has touched, since a trace shares them with the first that follows it.
+        length: how many it has touched.
         then: the next trace, by template.
         known: the templates of the plan that end here, by the values that die in them.
     """
 
     order: dict[int, int] = field(default_factory=dict)
+    length: int = 0
     then: dict[tuple[int, int], _Trace] = field(default_factory=dict)
     known: dict[Dying, int] = field(default_factory=dict)
 
@@ -71,11 +74,13 @@ class _Trace:
         """Return the trace after the parts of an instruction whose microbatch is `ahead` of the instruction's."""
         trace = self.then.get((id(template), ahead))
         if trace is None:
-            trace = self.then[id(template), ahead] = _Trace(dict(self.order))
+            shares = len(self.order) == self.length
+            order = self.order if shares else dict(islice(self.order.items(), self.length))
             for entry in template.made:
                 if entry.part.ahead == ahead:
                     for v in (*entry.part.writes, *entry.part.reads, *entry.part.held):
-                        trace.order.setdefault(v - ahead, len(trace.order))
+                        order.setdefault(v - ahead, len(order))
+            trace = self.then[id(template), ahead] = _Trace(order, len(order))
         return trace
 
 

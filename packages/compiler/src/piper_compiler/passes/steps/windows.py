@@ -36,6 +36,8 @@ def windows(
         nbytes: the bytes of each bucket.
         room: the most bytes that are kept between two uses and are not needed by the second; None: any.
     """
+    if room == 0 and all(nbytes[b] for needed in uses for b in needed):
+        return _of_runs(uses)
     opened: list[CacheWindow] = []
     open_: dict[str, CacheWindow] = {}
     ended: dict[str, int] = {}
@@ -77,6 +79,24 @@ def windows(
             kept -= nbytes[bucket]
         for entry in spared:
             heappush(idle, entry)
+    return opened
+
+
+def _of_runs(uses: Sequence[Sequence[str]]) -> list[CacheWindow]:
+    """Return the windows if nothing is kept for a later use than the next: the runs of uses of each bucket."""
+    opened: list[CacheWindow] = []
+    before: dict[str, CacheWindow] = {}
+    last: dict[str, int] = {}
+    for index, needed in enumerate(uses):
+        now: dict[str, CacheWindow] = {}
+        for bucket in needed:
+            window = before.get(bucket)
+            if window is None:
+                window = CacheWindow(bucket, earliest=last.get(bucket, -1) + 1)
+                opened.append(window)
+            window.uses.append(index)
+            now[bucket], last[bucket] = window, index
+        before = now
     return opened
 
 
