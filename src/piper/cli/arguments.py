@@ -19,6 +19,7 @@ class SimulateArguments:
     strategy: flags.StrategyFileOption = None
     versus: flags.VersusOption = None
     why: flags.WhyOption = False
+    kernels: flags.KernelsOption = "eager"
     cluster: flags.ClusterNameOption = "cpu-local"
     costs: flags.CostsFileOption = None
     no_contention: flags.NoContentionOption = False

@@ -32,6 +32,7 @@ from piper.cli.messages import user_errors
 from piper.cli.options import (
     AsJsonOption,
     FileArgument,
+    KernelsOption,
     OwnRecipesArgument,
     ParamsOption,
     StrategyFileOption,
@@ -309,6 +310,7 @@ def verify(
     params: ParamsOption = None,
     strategy: StrategyFileOption = None,
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps to compare")] = 3,
+    kernels: KernelsOption = "eager",
     as_json: AsJsonOption = False,
 ) -> None:
     """Run a strategy in float64 in this process against plain PyTorch on one device; name the first value that differs.
@@ -318,9 +320,15 @@ def verify(
     with user_errors(locals()):
         from piper.api.reference.verification import verify_strategy
         from piper.cli.loading import load_file
+        from piper_compiler import Options, kernel_source
 
         recipe = load_file(file, pairs(params), strategy)
-        report = verify_strategy(recipe.job, recipe.strategy, steps=steps)
+        report = verify_strategy(
+            recipe.job,
+            recipe.strategy,
+            steps=steps,
+            options=Options(kernels=kernel_source(kernels)),
+        )
         numbers = {
             "equal": report.equal,
             "equal_whole_batch": report.equal_whole_batch,

@@ -68,6 +68,14 @@ VersionOption = Annotated[
         "--version", help="print the version and end", callback=_say_version, is_eager=True
     ),
 ]
+KernelsOption = Annotated[
+    str,
+    typer.Option(
+        "--kernels",
+        metavar="eager|inductor",
+        help="inductor compiles groups of operations; the plan has their memory and kernels",
+    ),
+]
 VersusOption = Annotated[
     list[str] | None,
     typer.Option(

@@ -26,11 +26,12 @@ from piper.api.running.replanning import Fallbacks, Replanner, check_on_loss
 from piper.views.display import show
 from piper.views.reporting import report_at_end
 from piper.views.why_tables import why_tables
-from piper_compiler import Strategy
+from piper_compiler import Options, Strategy
 from piper_ir.fold.memory import on_device
 from piper_ir.ground.errors import OutputError, PiperWarning
 from piper_ir.ground.expert_tokens import counts_tokens
 from piper_ir.program.costs import Costs
+from piper_ir.program.ops import KernelSource
 from piper_ir.tools import size_text, working
 from piper_report import beside_table
 from piper_runtime import Job, Run
@@ -50,6 +51,7 @@ class Settings:
         name: The name of the new folder.
         log: As in `piper.execute`, and so is `on_loss`.
         fallbacks: The `strategy` of `piper.execute`.
+        kernels: As in `piper.Options`.
     """
 
     costs: Costs | Path | None = None
@@ -59,6 +61,7 @@ class Settings:
     log: Iterable[str] = ()
     on_loss: Literal["restart", "replan"] = "restart"
     fallbacks: Fallbacks | None = None
+    kernels: KernelSource = "eager"
 
     def durations(self) -> Costs | None:
         """Return the costs, from their file if they are one."""
@@ -110,7 +113,7 @@ def session(
     fallbacks = settings.fallbacks if settings.on_loss == "replan" else None
     check_on_loss(settings.on_loss, fallbacks, options)
     with working("compiling"):
-        compiled = compile(job, strategy, costs=costs)
+        compiled = compile(job, strategy, costs=costs, options=Options(kernels=settings.kernels))
     check_request(compiled.plan, job, options)
     begin = first_step(options)
     folder = settings.new_folder()  # made before hours of training, not after

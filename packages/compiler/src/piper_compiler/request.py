@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import cast, get_args
 
 from piper_compiler.strategy import Strategy
 from piper_ir.ground.errors import CompileError
@@ -86,10 +86,15 @@ class Options:
     kernels: KernelSource = "eager"
 
     def __post_init__(self) -> None:
-        if self.kernels not in get_args(KernelSource):
-            raise CompileError(
-                f"Options(kernels={self.kernels!r}): write one of {', '.join(map(repr, get_args(KernelSource)))}"
-            )
+        kernel_source(self.kernels)
+
+
+def kernel_source(name: str) -> KernelSource:
+    """Return the source of kernels with a name; raise CompileError if there is none."""
+    if name not in get_args(KernelSource):
+        accepted = " and ".join(map(repr, get_args(KernelSource)))
+        raise CompileError(f"Options(kernels={name!r}): {accepted} are accepted")
+    return cast(KernelSource, name)
 
 
 @dataclass(frozen=True)

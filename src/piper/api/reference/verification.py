@@ -12,7 +12,7 @@ from piper.api.reference.reference_differences import Difference, RunOutcome, di
 from piper.api.reference.tolerance import STRICT, Tolerance, tolerances
 from piper.api.running.execution import execute
 from piper_capture import Captured
-from piper_compiler import Strategy
+from piper_compiler import Options, Strategy
 from piper_ir.tools import working
 from piper_ir.verify import verify
 from piper_runtime import Job, Precision
@@ -103,7 +103,9 @@ class VerificationReport:
 
 
 @captured_once()
-def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> VerificationReport:
+def verify_strategy(
+    job: Job, strategy: Strategy, *, steps: int = 3, options: Options | None = None
+) -> VerificationReport:
     """Run a strategy in float64 in this process and compare it with the unmodified module under autograd.
 
     The plan's rules are checked before it runs inline. Losses, gradients, parameters and buffers are compared. Raises
@@ -111,7 +113,7 @@ def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> Verifica
     whose numbers plain PyTorch cannot draw.
     """
     wide = replace(job.unevaluated, precision=Precision(params="float64"))
-    compiled = compile(wide, strategy)
+    compiled = compile(wide, strategy, options=options)
     check_judged(compiled.plan)
     verify(compiled.plan)
     with working("running the plan in float64"):  # first: it refuses by name

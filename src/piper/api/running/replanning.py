@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from piper.api.compiling.compiling import Compiled, compile
 from piper.api.problems.other_meshes import on_devices
-from piper_compiler import Strategy
+from piper_compiler import Options, Strategy
 from piper_ir.fold.memory import on_device
 from piper_ir.ground.errors import JobError, MissingPackageError, PiperError
 from piper_ir.plan.plan import Plan
@@ -65,6 +65,7 @@ class Replanner:
         costs: Costs | None = None,
     ) -> None:
         self.compiled, self._job, self._fallbacks, self._costs = compiled, job, fallbacks, costs
+        self._options = Options(kernels=compiled.kernels)
         self.strategy: Strategy | None = None
         self._first = compiled.strategy
         if callable(fallbacks):
@@ -146,12 +147,15 @@ class Replanner:
         problem, more = problem_of(self._job, Conditions(cluster, self._costs, limit))
         study = tune(problem, fitting, trials=TRIALS, workers=0, **more)
         assert study.best is not None, "a search that found nothing has raised"
-        return study.best, compile(self._job, study.best, costs=self._costs)
+        return study.best, compile(self._job, study.best, costs=self._costs, options=self._options)
 
     def _legal(self, strategies: Iterable[Strategy]) -> Iterator[tuple[Strategy, Compiled]]:
         for strategy in strategies:
             try:
-                yield strategy, compile(self._job, strategy, costs=self._costs)
+                yield (
+                    strategy,
+                    compile(self._job, strategy, costs=self._costs, options=self._options),
+                )
             except PiperError:  # not legal for this job
                 continue
 

@@ -32,10 +32,11 @@ from piper.views.distribution_table import distribution_table
 from piper.views.reporting import report_at_end
 from piper.views.why_tables import comparison_tables, why_tables
 from piper_autotune import OneWord
-from piper_compiler import Options, load_strategy
+from piper_compiler import Options, kernel_source, load_strategy
 from piper_ir.ground.errors import JobError, PiperError
 from piper_ir.plan.plan import Plan
 from piper_ir.program.costs import Costs
+from piper_ir.program.ops import KernelSource
 from piper_ir.tools import size_text, working
 from piper_report import memory_table, prediction_table
 from piper_simulator import (
@@ -62,12 +63,14 @@ class Target:
         file: A file of measured costs.
         contention: Whether instructions that run at the same time share links, SMs and memory.
         load: Of experts, as in `simulate`.
+        kernels: As in `piper.Options`.
     """
 
     name: str
     file: Path | None
     contention: bool = True
     load: GivenLoad | None = None
+    kernels: KernelSource = "eager"
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -88,8 +91,14 @@ class Target:
             job_file.job,
             job_file.strategy,
             costs=self.costs,
-            options=Options(device=device_type(self.cluster)),
+            options=Options(device=device_type(self.cluster), kernels=self.kernels),
         )
+
+
+def asked_target(a: SimulateArguments) -> Target:
+    """Return where and how the options of `piper simulate` say to simulate."""
+    load, kernels = load_named(a.load), kernel_source(a.kernels)
+    return Target(a.cluster, a.costs, not a.no_contention, load, kernels)
 
 
 def load_named(text: str | None) -> GivenLoad | None:
@@ -158,7 +167,7 @@ class PredictionOutput:
 def simulated(arguments: SimulateArguments) -> None:
     """Simulate one strategy, or two beside each other, as the command line asks for."""
     a = arguments
-    target = Target(a.cluster, a.costs, not a.no_contention, load_named(a.load))
+    target = asked_target(a)
     noise = Noise.of(a.jitter, a.repetitions, a.seed)
     params, changes = pairs(a.params), pairs(a.versus, "--versus")
     shown = PredictionOutput(a.out, a.why, a.as_json, noise, a.memory_snapshot)

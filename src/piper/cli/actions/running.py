@@ -14,6 +14,7 @@ from piper.cli.loading import JobFile
 from piper.cli.run_arguments import OF_TRAINING, LaunchArguments, RunArguments
 from piper.sessions.emulated import emulated_session
 from piper.sessions.training import Settings, as_numbers, first_step, session
+from piper_compiler import kernel_source
 from piper_ir.ground.errors import JobError
 from piper_runtime.launch import RunOptions, is_first, launch_sections, launch_text
 
@@ -76,6 +77,7 @@ def _settings(arguments: RunArguments, job_file: JobFile) -> Settings:
         name=a.file.stem,
         on_loss=cast(Literal["restart", "replan"], a.on_loss),
         fallbacks=job_file.function,
+        kernels=kernel_source(a.kernels),
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from piper.api.captures.capturing import captured_once
-from piper.cli.actions.predicting import Target, load_named
+from piper.cli.actions.predicting import Target, asked_target
 from piper.cli.arguments import SimulateArguments
 from piper.cli.loading import load_file
 from piper.cli.options import pairs
@@ -37,7 +37,7 @@ def simulated(arguments: SimulateArguments) -> None:
             "-p NAME=A,B makes a table of several strategies; --why, --jitter, --memory-snapshot, --out, --strategy, "
             "--versus and a second file are for one"
         )
-    target = Target(a.cluster, a.costs, not a.no_contention, load_named(a.load))
+    target = asked_target(a)
     with captured_once():
         predict_several(a.file, choices(pairs(a.params)), target, as_json=a.as_json)
 

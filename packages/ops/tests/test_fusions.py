@@ -1,0 +1,90 @@
+"""Protect that a fusion computes what its operations compute, and that its form says what the compiled one allocates
+and moves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from piper_ops import (
+    DECOMPOSITIONS,
+    OP_KERNELS,
+    cross_entropy,
+    cross_entropy_dgrad,
+    layer_norm,
+    layer_norm_backward,
+    layer_norm_dgrad,
+    layer_norm_wgrad,
+    lowered,
+    rms_norm,
+    rms_norm_dgrad,
+    rms_norm_wgrad,
+)
+
+SHAPE = [6]
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64
+    )
+
+
+X, GRAD, W, B = drawn(2, 5, 6), drawn(5, 2, 6).view(2, 5, 6), drawn(6), drawn(6) + 1
+RSTD = OP_KERNELS[rms_norm](X, SHAPE, W, 1e-6)[1]
+_, MEAN, LN_RSTD = OP_KERNELS[layer_norm](X, SHAPE, W, B, 1e-5)
+LOGITS, TARGET = drawn(7, 9), torch.tensor([0, 3, -100, 8, 8, 1, 2])
+LSE = LOGITS.logsumexp(1)
+ONE, EACH = torch.tensor(1.7, dtype=torch.float64), drawn(7)
+
+CALLS = {
+    "rms_norm": (rms_norm, (X, SHAPE, W, 1e-6)),
+    "rms_norm without a weight": (rms_norm, (X, SHAPE, None, None)),
+    "rms_norm_dgrad": (rms_norm_dgrad, (GRAD, X, SHAPE, RSTD, W)),
+    "rms_norm_wgrad": (rms_norm_wgrad, (GRAD, X, SHAPE, RSTD, torch.float64)),
+    "layer_norm": (layer_norm, (X, SHAPE, W, B, 1e-5)),
+    "layer_norm of two dimensions": (layer_norm, (X, [5, 6], None, None, 1e-5)),
+    "layer_norm_dgrad": (layer_norm_dgrad, (GRAD, X, SHAPE, MEAN, LN_RSTD, W)),
+    "layer_norm_wgrad": (layer_norm_wgrad, (GRAD, X, SHAPE, MEAN, LN_RSTD, torch.float64, [True, False])),
+    "layer_norm_backward": (layer_norm_backward, (GRAD, X, SHAPE, MEAN, LN_RSTD, W, [True, True])),
+    "cross_entropy, mean": (cross_entropy, (LOGITS, TARGET, "mean", -100)),
+    "cross_entropy, each": (cross_entropy, (LOGITS, TARGET, "none", -100)),
+    "cross_entropy_dgrad, mean": (cross_entropy_dgrad, (ONE, LOGITS, TARGET, LSE, "mean", -100)),
+    "cross_entropy_dgrad, each": (cross_entropy_dgrad, (EACH, LOGITS, TARGET, LSE, "none", -100)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_decomposition_is_its_kernel(name: str) -> None:
+    op, args = CALLS[name]
+    ours, theirs = (f[op](*args) for f in (DECOMPOSITIONS, OP_KERNELS))
+    for a, b in zip(*((r,) if isinstance(r, Tensor) else r for r in (ours, theirs)), strict=True):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+def test_every_decomposition_is_tried() -> None:
+    assert {op for op, _ in CALLS.values()} == set(DECOMPOSITIONS)
+
+
+GATED = """def fusion(args):
+    a0, a1, = args
+    args.clear()
+    v0 = torch.ops.aten.silu.default(a0)
+    v1 = torch.ops.aten.mul.Tensor(v0, a1)
+    return (v1,)
+"""
+
+
+def test_one_kernel_moves_each_operand_once() -> None:
+    """Eager operations move five tensors; the kernel that has both moves three and holds nothing between."""
+    form = lowered(GATED, (((4, 8), "float32"), ((4, 8), "float32")), "cpu")
+    assert (form.moved, form.workspace, form.owning) == ((3 * 4 * 8 * 4,), 0, True)
+
+
+def test_a_result_that_is_no_storage_of_its_own_is_seen() -> None:
+    source = "def fusion(args):\n    a0, = args\n    args.clear()\n"
+    source += "    v0 = torch.ops.aten.add.Tensor(a0, 1)\n    return (v0, v0,)\n"
+    assert not lowered(source, (((3,), "float32"),), "cpu").owning
+    assert not lowered(source.replace("v0, v0", "a0, v0"), (((3,), "float32"),), "cpu").owning

@@ -1,0 +1,80 @@
+"""Protect that plans with Inductor's kernels train what one device trains in plain PyTorch, with the memory of their
+plans to the byte.
+
+The cases are the quick rows of the suite of compositions; `make test` takes those that cost few compilations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+import piper
+from piper_ir.ground.errors import CompileError
+from piper_ops.inductor import _torch_inductor, fusions
+from tests.helpers import composition_cover as covers
+from tests.helpers import compositions, memory_judge
+from tests.helpers.compositions import Composition
+from tests.helpers.judged import judge
+
+FEW = ("gpt", "llama", "mixture")
+"""The models of which `make test` compiles one row each."""
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the judge of memory no tolerance."""
+    monkeypatch.setattr(memory_judge, "WORKSPACE", 0)
+    monkeypatch.setattr(memory_judge, "PEAK", 0)
+
+
+def rows() -> Iterator[tuple[Composition, bool]]:
+    """Yield quick rows with compiled kernels, and whether one is among the few."""
+    seen: set[str] = set()
+    for k in covers.quick():
+        c = replace(covers.cover()[k][0], kernels="inductor")
+        few = c.model in FEW and c.model not in seen and c.tp * c.cp <= 2
+        seen |= {c.model} if few else set()
+        yield c, few
+
+
+@pytest.mark.parametrize(
+    "c", [pytest.param(c, id=str(c), marks=[pytest.mark.long] * (not few)) for c, few in rows()]
+)
+def test_a_compiled_composition_trains_what_one_device_trains(c: Composition) -> None:
+    judge(c)
+
+
+def test_kernels_that_the_counter_cannot_see_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: Inductor allocates past torch's dispatcher, so that a run seems to need less than its plan."""
+    monkeypatch.setattr(_torch_inductor, "_show_allocations", lambda call: None)
+    fusions._compiled.cache_clear()
+    try:
+        with pytest.raises(AssertionError, match="planned"):
+            judge(next(c for c, few in rows() if few))
+    finally:
+        fusions._compiled.cache_clear()
+
+
+def test_codes_of_other_sizes_have_other_texts() -> None:
+    """A text without sizes would find the kernels of another microbatch."""
+    two, three = (
+        compositions.compiled(Composition("gpt", rows=rows, kernels="inductor")) for rows in (2, 3)
+    )
+    texts = [
+        {code.source for id in c.plan.codes for code in c.code.get(id, c.plan.rows).values() if "FUSION" in code.source}
+        for c in (two, three)
+        if c.code is not None
+    ]  # fmt: skip
+    assert texts[0] and texts[1] and not texts[0] & texts[1]
+
+
+def test_other_kernels_are_refused() -> None:
+    with pytest.raises(CompileError, match=r"kernels='triton'.*'eager' and 'inductor'"):
+        piper.Options(kernels="triton")  # type: ignore[arg-type]  # what is tested
+    program = piper.synthetic(stages=1, F=1.0, I=1.0, W=1.0)
+    strategy = piper.Strategy(piper.Mesh(pp=1), ())
+    with pytest.raises(CompileError, match=r"needs a piper\.Job"):
+        piper.compile(program, strategy, options=piper.Options(kernels="inductor"))
