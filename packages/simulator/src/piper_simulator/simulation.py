@@ -27,7 +27,7 @@ from piper_simulator.durations.device_model import DeviceModel
 from piper_simulator.durations.expert_loads import ExpertLoad, GivenLoad, load_notes, load_of
 from piper_simulator.interval import RunsInterval, interval_of, stack_advice
 from piper_simulator.memory.footprint import footprint
-from piper_simulator.memory.oom import KEPT, OomVerdict
+from piper_simulator.memory.oom import OomVerdict
 from piper_simulator.memory.role_devices import PeakMemory, peak_memory
 from piper_simulator.memory.snapshot import Snapshot, snapshot
 from piper_simulator.metrics import (
@@ -462,8 +462,8 @@ class _Run:
                 at=_named(role, at),
                 instr=at,
                 time_s=times.start[self.prepared.offsets[k] + at] - origin if at >= 0 else 0.0,
-                owners=tuple(owners(counted, role)[:KEPT]),
                 beside=needs.total - needs.allocated,
+                _find_owners=partial(owners, counted, role),
             )
 
     def sources(self) -> dict[str, float]:

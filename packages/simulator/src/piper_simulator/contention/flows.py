@@ -165,7 +165,7 @@ def message_flows(
     that are.
     """
     loads = PlanLoads(plan, prepared.roles, wires)
-    ops = [instr.parts[0].op for _, _, instr in plan.instructions()]
+    ops = first_ops(plan)
     return [loads.of_group(ops[members[0]], work[members[0]]) for members in prepared.groups]
 
 
@@ -233,11 +233,16 @@ def _first_nodes(plan: Plan, equal: Collection[str], per_node: int) -> frozenset
     return frozenset(rank // per_node for rank in ranks)
 
 
+def first_ops(plan: Plan) -> list[Op]:
+    """Return the op of the first part of each instruction."""
+    return [role.table.templates[k].parts[0].op for role in plan.roles for k in role.table.used]
+
+
 def _uses(plan: Plan) -> list[tuple[Channel, str]]:
     used = {
         (op.channel, message_op(op))
-        for _, _, instr in plan.instructions()
-        if isinstance(op := instr.parts[0].op, COMM)
+        for op in {id(op): op for op in first_ops(plan)}.values()
+        if isinstance(op, COMM)
     }
     place = {c.id: k for k, c in enumerate(plan.channels)}
     return [
