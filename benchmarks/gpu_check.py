@@ -7,6 +7,8 @@ python benchmarks/gpu_check.py                a table to paste, and a JSON file 
 python benchmarks/gpu_check.py --out FILE.json
 python benchmarks/gpu_check.py --states       only what ranks keep: these need torch and Piper's own packages alone
 python benchmarks/gpu_check.py --layouts      only ranks that share the work of chunks (tp, cp, ep): they need no more
+python benchmarks/gpu_check.py --kernels      only compiled steps beside eager ones and plain torch
+python benchmarks/gpu_check.py --offload      only tensors that wait on the host: they need no more
 
 Without a device it says so and exits 0. Exit code 1 when a check of correctness failed or could not run; an error of a
 prediction that misses its goal is a result.
@@ -32,7 +34,7 @@ if __name__ == "__main__":  # run as a file, sys.path begins with this folder an
 import torch
 
 import piper
-from benchmarks import gpu, gpu_hazards, gpu_layouts, gpu_states
+from benchmarks import gpu, gpu_hazards, gpu_kernels, gpu_layouts, gpu_offload, gpu_states
 from benchmarks.measure import Row, machine
 from piper import models
 from piper.models import DecoderConfig
@@ -58,7 +60,7 @@ BLOCKS = {
     ),
 }  # fmt: skip
 """Blocks of the sizes of models that one device holds; embedding and head are of a middling vocabulary."""
-PROVES = ("streams", "sharded", "mixed", "layouts")
+PROVES = ("streams", "sharded", "mixed", "layouts", "offload")
 """Sections in which a goal that is missed is a fault."""
 
 
@@ -68,7 +70,12 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/gpu-check-DATE.json")
-    for name, of in (("--states", "what ranks keep"), ("--layouts", "ranks that share chunks")):
+    for name, of in (
+        ("--states", "what ranks keep"),
+        ("--layouts", "ranks that share chunks"),
+        ("--kernels", "compiled steps"),
+        ("--offload", "tensors that wait on the host"),
+    ):
         parser.add_argument(name, action="store_true", help=f"only the sections about {of}")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -77,7 +84,9 @@ def main(argv: list[str] | None = None) -> int:
     here = asdict(machine()) | gpu.device_facts()
     day = here["date"].replace(":", "")[:17]
     path = options.out or Path(__file__).parent / "results" / f"gpu-check-{day}.json"
-    rows, failed = checked(chosen(options.states, options.layouts))
+    rows, failed = checked(
+        chosen(options.states, options.layouts, options.offload, options.kernels)
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {"machine": here, "rows": [gpu.as_json(r) for r in rows], "failed": failed}
     path.write_text(json.dumps(result, indent=1) + "\n")
@@ -86,14 +95,20 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if failed or any(r.section in PROVES and r.met is False for r in rows) else 0
 
 
-def chosen(states: bool, layouts: bool) -> Iterator[Callable[[], Iterable[Row]]]:
+def chosen(
+    states: bool, layouts: bool, offload: bool = False, kernels: bool = False
+) -> Iterator[Callable[[], Iterable[Row]]]:
     """Yield the sections that were asked for; without a wish all."""
-    if not states and not layouts:
+    if not states and not layouts and not offload and not kernels:
         yield from sections()
     if states:
         yield from gpu_states.sections()
     if layouts:
         yield layouts_here
+    if kernels:
+        yield kernels_here
+    if offload:
+        yield from gpu_offload.sections()
 
 
 def layouts_here() -> Iterator[Row]:
@@ -101,12 +116,20 @@ def layouts_here() -> Iterator[Row]:
     return gpu_layouts.shared_work("cuda", gpu_layouts.ways())
 
 
+def kernels_here() -> Iterator[Row]:
+    """Return the rows of compiled steps on this device."""
+    dense = {name: config for name, config in BLOCKS.items() if config.experts is None}
+    return gpu_kernels.compared("cuda", dense, "bfloat16", ROWS, MICROBATCHES[0])
+
+
 def sections() -> Iterator[Callable[[], Iterable[Row]]]:
     """Yield the sections; those with predictions, the first and the last, need the simulator's packages."""
     yield lambda: blocks("cuda", eager_cluster(), BLOCKS)
     yield gpu_hazards.rows
     yield layouts_here
+    yield kernels_here
     yield from gpu_states.sections()
+    yield from gpu_offload.sections()
     yield lambda: gpu_states.overheads("cuda", eager_cluster())
 
 

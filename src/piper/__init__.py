@@ -26,10 +26,12 @@ if TYPE_CHECKING:  # the same names for editors and type checkers, which do not 
     from piper_capture import region as region
     from piper_capture import replacement as replacement
     from piper_capture import tag as tag
+    from piper_compiler import Options as Options
     from piper_compiler import Strategy as Strategy
     from piper_compiler import directive as directive
     from piper_compiler import fail as fail
     from piper_compiler import load_strategy as load_strategy
+    from piper_compiler import offload as offload
     from piper_compiler import order as order
     from piper_compiler import overlap as overlap
     from piper_compiler import partition as partition
@@ -114,6 +116,7 @@ _HOME = {
     "split": "piper_compiler",
     "split_backward": "piper_compiler",
     "place": "piper_compiler",
+    "offload": "piper_compiler",
     "recompute": "piper_compiler",
     "replicate": "piper_compiler",
     "shard": "piper_compiler",
@@ -133,6 +136,7 @@ _HOME = {
     "synthetic": "piper_compiler",
     "compile": "piper.api.compiling.compiling",
     "Compiled": "piper.api.compiling.compiling",
+    "Options": "piper_compiler",
     "execute": "piper.api.running.execution",
     "profile": "piper.api.running.profiling",
     "tune": "piper.api.running.tuning",

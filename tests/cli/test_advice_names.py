@@ -55,12 +55,10 @@ def test_what_messages_name_exists() -> None:
 
 
 def test_negative_control_names_that_do_not_exist_are_found() -> None:
-    assert unknown_names("Remove it and use the directive offload(where(...)).") == [
-        "offload(where("
-    ]
+    assert unknown_names("Remove it and use the directive unload(where(...)).") == ["unload(where("]
     assert unknown_names("set Job(precision=Precision(master='float32'))") == ["Precision(master="]
-    assert unknown_names("piper.offload, Job(grad_clip=1), Job.clip, region(remat=True)") == [
-        "piper.offload",
+    assert unknown_names("piper.unload, Job(grad_clip=1), Job.clip, region(remat=True)") == [
+        "piper.unload",
         "Job(grad_clip=",
         "Job.clip",
         "region(remat=",

@@ -1,8 +1,8 @@
 """The mutation score: seeded faults in compiler and runtime, and which check catches each.
 
 `python -m tests.faults.mutants` prints the table. A compiler fault changes a finished plan: plan_faults.py, update_faults.py,
-schedule_faults.py, sharding_faults.py, recompute_faults.py, layout_faults.py, expert_faults.py (peaks are computed
-after it). A runtime fault is one of runtime_faults.py, a job fault one of job_faults.py, sharer_faults.py,
+schedule_faults.py, sharding_faults.py, recompute_faults.py, layout_faults.py, expert_faults.py, host_faults.py (peaks
+are computed after it). A runtime fault is one of runtime_faults.py, a job fault one of job_faults.py, sharer_faults.py,
 expert_faults.py, dropless_faults.py, backward_faults.py, loss_faults.py or state_faults.py. Each is tried on the cases
 below until `verify` or the parity suite objects. The exit code is 1 if a fault survives.
 """
@@ -25,6 +25,7 @@ from tests.faults import runtime_faults as faults
 from tests.faults.backward_faults import BACKWARDS
 from tests.faults.dropless_faults import DROPLESS
 from tests.faults.expert_faults import EXPERT_PLANS, EXPERT_RUNS
+from tests.faults.host_faults import HOSTS
 from tests.faults.job_faults import JOBS, JobFault
 from tests.faults.layout_faults import LAYOUTS
 from tests.faults.loss_faults import LOSSES
@@ -64,6 +65,7 @@ CASES: tuple[Composition, ...] = (
     Composition("moe", 1, 4, 2, optimizer="adamw", clip=0.05, ep=2),
     Composition("steered", 1, 4, 1, optimizer="adamw", clip=0.05, ep=4),
     Composition("gpt", 2, 2, 2, "1f1b", scaled=True),
+    Composition("gpt", 2, 2, 4, "1f1b", bucket_mb=0.002, waits="all"),
 )
 """Tied weights and many buckets on both axes; uneven weights; values that skip stages; groups, clipping and a schedule;
 dropout; buffers; a stage on two devices; split backwards with two chunks on a device, reduced and alone; a batch
@@ -71,7 +73,8 @@ function that refills its tensors, where a device loads inputs of two microbatch
 not element-wise; ranks that share all states, or those of the optimizer; recomputation, with dropout and with split
 backwards; mixed precision; devices that share chunks: with their tokens, as stages, with fewer heads of keys than
 devices, with dropout, with uneven weights; devices that share tokens, with keys that go around in a ring; devices that
-share experts, each with rows of its own; such a mixture without a capacity, whose tokens all go to one device; a scaled loss.
+share experts, each with rows of its own; such a mixture without a capacity, whose tokens all go to one device; a scaled loss;
+tensors that wait on the host.
 """
 
 
@@ -185,7 +188,10 @@ def _parity(mutant: Mutant, case: Composition, plan: Plan) -> str:
 MUTANTS: tuple[Mutant, ...] = (
     *(
         Mutant(f.__name__, "compiler", (f.__doc__ or "").strip().splitlines()[0], f)
-        for f in (*COMPILER, *UPDATES, *SCHEDULE, *SHARDING, *RECOMPUTE, *LAYOUTS, *EXPERT_PLANS)
+        for f in (
+            *(*COMPILER, *UPDATES, *SCHEDULE, *SHARDING, *RECOMPUTE, *LAYOUTS, *EXPERT_PLANS),
+            *HOSTS,
+        )
     ),
     *(Mutant(name, "runtime", fault.about) for name, fault in faults.FAULTS.items()),
     *(

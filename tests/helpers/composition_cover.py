@@ -468,4 +468,6 @@ def drawn(seed: int) -> tuple[Composition, str]:
     row = wide_row(seed)
     made = composition(row, seed)
     tiles = 2 if row["model"] in TILED and seed % 3 == 0 else 1
-    return replace(made, tiles=tiles, scaled=seed % 5 == 1), row["launcher"]
+    waits = "all" if seed % 4 == 2 else ""
+    made = replace(made, tiles=tiles, scaled=seed % 5 == 1, waits=waits, ahead=seed % 7 % 3)
+    return made, row["launcher"]

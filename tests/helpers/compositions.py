@@ -21,6 +21,7 @@ from piper_capture import Captured
 from piper_compiler import (
     Options,
     Strategy,
+    offload,
     recipes,
     recompute,
     replicate,
@@ -31,7 +32,7 @@ from piper_compiler import (
 )
 from piper_compiler.directives import chunk_layers, layers_of, stage_of_layers
 from piper_ir.ground.mesh import Mesh
-from piper_ir.ground.select import where
+from piper_ir.ground.select import NONE, where
 from piper_ir.plan.plan import Plan
 from piper_ir.program.program import Program
 from piper_runtime.launch.ground.result import Run
@@ -121,7 +122,8 @@ class Composition:
     that share the work of each chunk; along its tokens too with `stream`, where `gathered` keeps what the forward
     gathers. cp: devices that share the tokens, with this `attention` in this `order`. ep: of `dp` replicas so many
     share experts. tiles: of tokens, in which the loss is computed. overlap_states: whether
-    messages of buckets run beside compute. scaled: whether the loss is scaled, by another number in each step."""
+    messages of buckets run beside compute. scaled: whether the loss is scaled, by another number in each step.
+    waits: the tensors that wait on the host for their backward, "" for none, and `ahead`, how early they come back."""
 
     model: str
     pp: int = 1
@@ -160,7 +162,10 @@ class Composition:
     cut: bool = False
     tiles: int = 1
     scaled: bool = False
+    waits: str = ""
+    ahead: int = 1
     at: tuple[int, ...] = ()
+    kernels: Literal["eager", "inductor"] = "eager"
 
     def __str__(self) -> str:
         shown = [
@@ -193,6 +198,8 @@ class Composition:
         shown += ["no overlap of states"] * (not self.overlap_states)
         shown += [f"ep={self.ep}"] * (self.ep > 1)
         shown += [f"tiles={self.tiles}"] * (self.tiles > 1) + ["scaled"] * self.scaled
+        shown += [self.kernels] * (self.kernels != "eager")
+        shown += [f"waits={self.waits}", f"ahead={self.ahead}"] * bool(self.waits)
         return "-".join(
             [self.model, *shown, *["overlap"] * self.overlap, *[self.keep] * (self.keep != "all")]
         )
@@ -274,6 +281,11 @@ def strategy_of(c: Composition) -> Strategy:
             replicate(where(), bucket_mb=c.bucket_mb, overlap=c.overlap_states, **sharing),
         )
     again = (recompute(where(), keep=c.keep),) if c.keep != "all" else ()
+    waiting = (
+        (offload(where(opaque=NONE), prefetch=c.ahead, tensors=c.waits, least_mb=0),)
+        if c.waits
+        else ()
+    )
     tiles = (tile_loss(c.tiles),) if c.tiles > 1 else ()
     axes = dict(dp=c.dp // c.rep, rep=c.rep) if c.rep > 1 else dict(dp=c.dp)
     axes = dict(dp=c.dp // c.ep, ep=c.ep) if c.ep > 1 else axes
@@ -288,15 +300,14 @@ def strategy_of(c: Composition) -> Strategy:
         )
     return Strategy(
         Mesh(pp=c.pp, tp=c.tp, cp=c.cp, **axes),
-        (sharers, tiles, _pipeline(c, program), data_parallel, again),
+        (sharers, tiles, _pipeline(c, program), data_parallel, again, waiting),
     )
 
 
 def compiled(c: Composition) -> Compiled:
     """The composition through the front door."""
-    return piper.compile(
-        job_of(c), strategy_of(c), options=Options(fuse=c.fuse, recv_ahead=c.recv_ahead)
-    )
+    options = Options(fuse=c.fuse, recv_ahead=c.recv_ahead, kernels=c.kernels)
+    return piper.compile(job_of(c), strategy_of(c), options=options)
 
 
 def code_of(c: Composition, plan: Plan) -> Any:

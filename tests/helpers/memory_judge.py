@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from piper_ir.fold import memory
-from piper_ir.plan.plan import COMPUTE, Plan, RolePlan
+from piper_ir.plan.plan import COMPUTE, HOST, Plan, RolePlan
 from piper_runtime.engine.memory import MemoryRecord
 
 WORKSPACE = 0.05
@@ -33,7 +33,7 @@ def planned(plan: Plan, role: RolePlan) -> Iterator[Planned]:
     states = sum(s.nbytes for s in role.states)
 
     def size(values: tuple[str, ...]) -> int:
-        return sum(plan.values[v].nbytes for v in values)
+        return sum(v.nbytes for v in map(plan.values.__getitem__, values) if v.category != HOST)
 
     live = size(role.allocs_first)
     for index, instr in enumerate(role.program):
@@ -55,6 +55,10 @@ def lies(plan: Plan, records: Mapping[int, MemoryRecord]) -> list[str]:
         states = sum(s.nbytes for s in role.states)
         if record.states != states:
             out.append(f"rank {rank}: states hold {record.states} bytes, planned {states}")
+        if record.host != role.host_peak_bytes:
+            out.append(
+                f"rank {rank}: {record.host} bytes on the host, planned {role.host_peak_bytes}"
+            )
         measured = {p.instr: p for p in record.points if p.instr >= 0}
         for p in planned(plan, role):
             name = f"rank {rank}, instruction {p.instr} ({role.program[p.instr].name})"

@@ -75,6 +75,23 @@ def test_parity_in_float64_over_nccl(c: Composition, nccl_pool: Pool) -> None:
     assert_parity(c, launcher="processes", pool=nccl_pool)
 
 
+@pytest.mark.parametrize("launcher", ["inline", "processes"])
+def test_tensors_that_wait_on_the_host(launcher: str, pool: Pool) -> None:
+    """Pinned buffers and streams of their own: numbers of one device, and bytes on the host as planned."""
+    c = Composition("deep", 2, 1, 4, "1f1b")
+    strategy = compositions.strategy_of(c)
+    moves = piper.offload(piper.where(), least_mb=0)
+    compiled = piper.compile(
+        compositions.job_of(c), piper.Strategy(strategy.mesh, (*strategy.directives, moves))
+    )
+    options: dict[str, Any] = {"pool": pool} if launcher == "processes" else {}
+    run = compositions.run(c, compiled, launcher=launcher, **options)
+    parity.assert_parity(run, compositions.expected(c))
+    memory = compositions.run(c, compiled, launcher=launcher, memory=True, **options).memory
+    for role in compiled.plan.roles:
+        assert memory[role.ranks[0]].host == role.host_peak_bytes > 0
+
+
 def assert_parity(c: Composition, **options: Any) -> None:
     c = fitted(c)
     run = compositions.run(c, compositions.compiled(c).plan, **options)

@@ -101,9 +101,9 @@ def test_waits_and_frees_are_those_found_one_by_one(
 ) -> None:
     seen = []
 
-    def compared(draft: Draft, uses: Uses, times: Times, buffers: Any) -> Releases:
-        assert not len(buffers[0])
-        found = releases(draft, uses, times, buffers)
+    def compared(draft: Draft, uses: Uses, times: Times, buffers: Any, returns: Any) -> Releases:
+        assert not len(buffers[0]) and not len(returns[0])
+        found = releases(draft, uses, times, buffers, returns)
         assert as_dicts(found) == plain_releases(draft, uses, times)
         for waits in (draft.waits, draft.waits + found.waits):
             assert list(draft.issue.waits_of(draft.issue.needed(waits))) == plain_waits(

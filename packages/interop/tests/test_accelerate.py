@@ -16,6 +16,7 @@ from piper_interop import (
     DeviceLayout,
     JobDescription,
     ModelSizes,
+    OffloadedTensors,
     Recomputation,
     export_job,
     import_job,
@@ -170,7 +171,6 @@ def _fsdp(**options: Any) -> dict[str, Any]:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (_fsdp(fsdp_offload_params=True), "offload of parameters"),
-    (_fsdp(fsdp_version=2, fsdp_activation_checkpointing_offload=True), "offload of activations"),
     (_fsdp(fsdp_sharding_strategy="SURPRISE"), "none of FULL_SHARD"),
     (_fsdp(fsdp_surprise=1), "fsdp_config.fsdp_surprise"),
     ({**ACCELERATE["ddp"], "mixed_precision": "fp8"}, "--as bf16"),
@@ -257,6 +257,8 @@ def jobs(draw: st.DrawFn) -> JobDescription:
         prefetch=1 if zero == 3 else None,
     )
     rows = draw(st.integers(1, 3))
+    again = draw(st.sampled_from([(), (Recomputation("inputs"),)]))
+    waits = OffloadedTensors("inputs", prefetch=0)
     return JobDescription(
         name="accelerate_config",
         sizes=LLAMA,
@@ -264,7 +266,8 @@ def jobs(draw: st.DrawFn) -> JobDescription:
         global_batch=rows * layout.replicas * draw(st.integers(1, 3)),
         rows=rows,
         layout=layout,
-        recompute=draw(st.sampled_from([(), (Recomputation("inputs"),)])),
+        recompute=again,
+        offload=draw(st.sampled_from([None, waits])) if again and zero == 3 else None,
         compute="bfloat16" if half else "float32",
         reduce=reduce,
         clip_norm=draw(st.sampled_from([None, 1.0])),

@@ -15,6 +15,7 @@ from packages.interop.tests.jobs import DEEPSPEED, LLAMA, MIXTURE, asked, import
 from piper_interop import (
     DeviceLayout,
     JobDescription,
+    OffloadedTensors,
     Recomputation,
     export_job,
     import_job,
@@ -110,7 +111,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"type": "OneBitAdam"}}, "--as adamw"),
     ({"pipeline": {"stages": 4}}, "PipelineModule"),
     ({"activation_checkpointing": {"partition_activations": True}}, "sharded over"),
-    ({"activation_checkpointing": {"cpu_checkpointing": True}}, "offload of activations"),
     ({"elasticity": {"enabled": True, "max_train_batch_size": 8}}, "removed"),
     ({"curriculum_learning": {"enabled": True}}, "removed"),
     ({"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}}, "length or batch"),
@@ -300,10 +300,15 @@ def layouts(draw: st.DrawFn) -> DeviceLayout:
     )
 
 
+WAITS = OffloadedTensors("inputs", prefetch=0)
+"""Inputs of checkpointed layers on the host, which are brought back when they are asked for."""
+
+
 @st.composite
 def jobs(draw: st.DrawFn) -> JobDescription:
     layout = draw(layouts())
     rows = draw(st.integers(1, 4))
+    again = draw(st.sampled_from([(), (Recomputation("inputs"),)]))
     params, compute = draw(
         st.sampled_from([("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")])
     )
@@ -314,7 +319,8 @@ def jobs(draw: st.DrawFn) -> JobDescription:
         global_batch=rows * layout.replicas * draw(st.integers(1, 5)),
         rows=rows,
         layout=layout,
-        recompute=draw(st.sampled_from([(), (Recomputation("inputs"),)])),
+        recompute=again,
+        offload=draw(st.sampled_from([None, WAITS])) if again else None,
         params=params,
         compute=compute,
         reduce=draw(st.sampled_from(["float32", "bfloat16"])),
@@ -333,7 +339,11 @@ def test_an_exported_job_is_read_back(tmp_path: Path, described: JobDescription)
     path = tmp_path / "ds_config.json"
     path.write_text(files["ds_config.json"], encoding="utf-8")
     again = asked(devices=described.layout.devices, length=described.length)
-    assert import_job("deepspeed", str(path), again).described == described
+    found = import_job("deepspeed", str(path), again).described
+    assert [("cpu_checkpointing" in note) for note in found.notes] == [True] * bool(
+        described.offload
+    )
+    assert replace(found, notes=()) == described
 
 
 def test_what_deepspeed_cannot_do_is_named_at_once() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from packages.interop.tests.megatron_jobs import ALONE, DENSE, MIXTURE, described, imported
-from piper_interop import DeviceLayout, Recomputation, export_job, python
+from piper_interop import DeviceLayout, OffloadedTensors, Recomputation, export_job, python
 from piper_interop.megatron import words
 from piper_interop.megatron.table import TABLE
 from piper_interop.neutral.options import row_of
@@ -215,12 +215,19 @@ def test_a_part_that_no_layer_has_is_refused() -> None:
         described("--recompute-granularity selective --recompute-modules gdn_norm_out")
 
 
+def test_layers_whose_tensors_wait_on_the_host() -> None:
+    job = described("--cpu-offloading-num-layers 3")
+    assert job.offload == OffloadedTensors("all", 3) and described("").offload is None
+    assert 'piper.offload(where(layer=range(3)), tensors="all")' in python(job, "A job")
+
+
 @each_case(
     ("more", "stand_in", "words_of_it"),
     [
         ("--fp8-format hybrid --fp8-recipe blockwise", "bf16", "too slow"),
         ("--optimizer muon", "adam", "as AdamW"),
         ("--optimizer-cpu-offload", "no-offload", "nothing is moved"),
+        ("--fine-grained-activation-offloading --offload-modules moe_act", "no-offload", "nothing is moved"),
         ("--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", "ring", "one ring"),
     ],
 )  # fmt: skip

@@ -16,6 +16,7 @@ from piper_interop import (
     DeviceLayout,
     JobDescription,
     ModelSizes,
+    OffloadedTensors,
     Recomputation,
     export_job,
     import_job,
@@ -93,12 +94,13 @@ def layouts(draw: st.DrawFn) -> DeviceLayout:
             {"recompute": (Recomputation("inputs", group=2),)},
             {"recompute": (Recomputation("outputs@*.attention.core+*.feed_forward"),)},
             {"reduce": "bfloat16", "clip_norm": None},
+            {"offload": OffloadedTensors("all", 3)},
             {"compute": "float32", "lr": 3e-4},
         )
     ),
 )
 def test_what_megatron_can_say_comes_back(layout: DeviceLayout, changes: dict[str, Any]) -> None:
-    job = job_with(layout, **changes)
+    job = job_with(layout, **(changes if layout.pp == 1 or "offload" not in changes else {}))
     assert replace(back(job), notes=()) == job
 
 
@@ -169,6 +171,7 @@ def test_layers_for_further_tokens_come_back(parts: str) -> None:
         (DeviceLayout(dp=2), {"recompute": (Recomputation("inputs@*.attention.core"),)}, "modules of --recompute-modules"),
         (DeviceLayout(dp=2), {"recompute": (Recomputation("inputs", layers=(3, 4)),)}, "the first layers of each stage"),
         (DeviceLayout(pp=2, zero=3, reshard=False, dp=2), {}, "nearest is reshard=True"),
+        (DeviceLayout(pp=2), {"offload": OffloadedTensors()}, 'nearest is tensors="all" of the first layers'),
     ],
 )  # fmt: skip
 def test_what_megatron_cannot_do(

@@ -111,7 +111,7 @@ def everywhere(made: Plan, node: str, op: Collective) -> Plan:
 
 breaks(
     "R06-names",
-    "there is no collective gossip (known are all_reduce, all_gather, reduce_scatter, all_to_all, shift)",
+    "there is no collective gossip (known are all_reduce, all_gather, reduce_scatter, all_to_all, shift, to_host, from_host)",
 )(lambda made: everywhere(made, "all_to_all.held@0#{}", Collective("gossip", "swap")))
 breaks("R07-signature", "AllToAll works on values, and it names the bucket b0")(
     lambda made: change_part(

@@ -366,7 +366,8 @@ def test_every_rule_has_a_negative_control() -> None:
         "R31-gathered",
         "R32-contributions",
         "R37-experts",
-    }  # test_sharding.py and test_experts_faults.py of tests/
+        "R38-host",
+    }  # test_sharding.py, test_experts_faults.py and test_offload.py of tests/
     lists = (breaks, collective_breaks, recompute_breaks, sharing_breaks, training_breaks)
     assert set().union(elsewhere, *(b.rules for b in lists)) == set(RULES)
 

@@ -13,7 +13,15 @@ from packages.runtime.tests.handmade import (
     masked_loss,
     mean_loss,
 )
-from piper_compiler import Options, Strategy, Training, compile_program, recipes, split
+from piper_compiler import (
+    Options,
+    Strategy,
+    Training,
+    compile_program,
+    offload,
+    recipes,
+    split,
+)
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.select import where
 from piper_ir.plan.plan import Plan
@@ -26,10 +34,10 @@ TOLERANCE = 1e-12
 def chain(
     layers: int = 3, *, pp: int = 2, dp: int = 1, microbatches: int = 4, schedule: str = "one_f_one_b", rows: int = 2,
     tied: bool = False, drop: bool = False, masked: bool = False, fuse: bool = True, zero: int = 0, rep: int = 1,
-    sharing: Mapping[str, Any] | None = None, **fields: Any,
+    sharing: Mapping[str, Any] | None = None, moves: bool = False, **fields: Any,
 ) -> tuple[Plan, Job]:  # fmt: skip
     """A plan and its job. `fields` go to the job; with `rep` the states of `zero` are shared along dp alone; `sharing`
-    are more arguments of data_parallel."""
+    are more arguments of data_parallel; `moves`: tensors wait on the host for their backward."""
     loss = masked_loss if masked else mean_loss
     job = chain_job(
         layers, rows * microbatches * dp * rep, tied=tied, drop=drop, **{"loss": loss, **fields}
@@ -45,7 +53,8 @@ def chain(
     replicas = recipes.data_parallel(
         **dict(over=over, zero=0 if shard else zero, shard=shard) | dict(sharing or {})
     )
-    directives = (*cut, *(replicas if dp * rep > 1 else ()))
+    waiting = (offload(where(), least_mb=0),) if moves else ()
+    directives = (*cut, *(replicas if dp * rep > 1 else ()), *waiting)
     spec = optimizer_spec(job, program.params)
     training = Training(spec.group_of, spec.state_bytes, job.clip_norm)
     strategy = Strategy(Mesh(pp=pp, dp=dp, rep=rep), directives)

@@ -125,12 +125,12 @@ def weighted_losses(
     The first is the mean over the tokens ahead of `further_cross_entropy`, the other the mean over rows of the loss
     that balances experts. A part with weight 0 is not in the output.
     """
-    logits, *rest = output
-    loss = cross_entropy(logits, targets)
+    loss = cross_entropy(output[0], targets)
     if balance:
-        loss = loss + balance * rest.pop().mean()
-    for ahead, predicted in enumerate(rest, 1):
-        loss = loss + further / len(rest) * further_cross_entropy(predicted, targets, ahead)
+        loss = loss + balance * output[-1].mean()
+    ahead_of = output[1:-1] if balance else output[1:]
+    for ahead, predicted in enumerate(ahead_of, 1):
+        loss = loss + further / len(ahead_of) * further_cross_entropy(predicted, targets, ahead)
     return loss
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from piper.planning.foreign import model_sizes
-from piper_compiler import Strategy, partition, recipes, recompute
+from piper_compiler import Strategy, offload, partition, recipes, recompute
 from piper_compiler.directives import (
     order,
     overlap,
@@ -18,7 +18,14 @@ from piper_compiler.directives import (
     split_backward,
     tile_loss,
 )
-from piper_interop import DeviceLayout, JobDescription, ModelSizes, Recomputation, loss_scale
+from piper_interop import (
+    DeviceLayout,
+    JobDescription,
+    ModelSizes,
+    OffloadedTensors,
+    Recomputation,
+    loss_scale,
+)
 from piper_ir.ground.errors import DirectiveError, JobError
 from piper_ir.ground.select import ANY, where
 
@@ -58,6 +65,7 @@ def description(job: Job, strategy: Strategy, name: str) -> JobDescription:
         rows=job.global_batch // parts,
         layout=layout,
         recompute=tuple(_recomputation(d) for d in strategy.directives if isinstance(d, recompute)),
+        offload=_offload([d for d in strategy.directives if isinstance(d, offload)]),
         params=precision.params or "float32",
         compute=precision.compute or precision.params or "float32",
         reduce=precision.reduce or precision.params or "float32",
@@ -178,13 +186,25 @@ def _candidates(pp: int, microbatches: int, chunks: int) -> Iterator[tuple[str, 
 
 
 def _recomputation(item: Any) -> Recomputation:
+    return Recomputation(item.keep, _first_layers(item), item.group)
+
+
+def _offload(items: Sequence[Any]) -> OffloadedTensors | None:
+    """Return the tensors that wait on the host; raise JobError for several directives about them."""
+    if len(items) > 1:
+        raise JobError("several `offload`, each for a part of the model: no other system has that")
+    return next((OffloadedTensors(d.tensors, _first_layers(d), d.prefetch) for d in items), None)
+
+
+def _first_layers(item: Any) -> int | None:
+    """Return the number of layers that a directive selects from the first on, None for all layers."""
     if item.selection == where(layer=ANY):
-        return Recomputation(item.keep, None, item.group)
+        return None
     for name, wanted in item.selection.terms:
         if name == "layer" and len(item.selection.terms) == 1 and isinstance(wanted, tuple | range):
             layers = tuple(wanted)
             if layers == tuple(range(len(layers))):
-                return Recomputation(item.keep, len(layers), item.group)
+                return len(layers)
     raise JobError(
         f"{item}: other systems have words for all layers, or the first ones; give where(layer=ANY) or "
         f"where(layer=range(n))"

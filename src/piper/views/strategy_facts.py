@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from piper_compiler import Strategy, recipes
 from piper_compiler.directives import (
+    offload,
     order,
     recompute,
     replicate,
@@ -42,6 +43,8 @@ def facts_of(strategy: Strategy, global_batch: int | None) -> StrategyFacts:
     if not any(isinstance(d, order) for d in strategy.directives) and stages > 1:
         words.append("default order")
     words += _sharing(strategy) + _recomputing(strategy)
+    if any(isinstance(d, offload) for d in strategy.directives):
+        words.append("offload")
     parts = microbatches * strategy.replicas
     rows = global_batch // parts if global_batch and not global_batch % parts else None
     sizes = ", ".join(f"{axis}={strategy.mesh.size(axis)}" for axis in reversed(strategy.mesh.axes))

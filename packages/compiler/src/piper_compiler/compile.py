@@ -24,6 +24,7 @@ from piper_compiler.passes.steps.columns import columns
 from piper_compiler.passes.steps.dependencies import dependencies
 from piper_compiler.passes.steps.draft import draft
 from piper_compiler.passes.steps.fuse import tasks
+from piper_compiler.passes.steps.offloading import offloading
 from piper_compiler.passes.steps.parts import PartMaker
 from piper_compiler.passes.steps.positions import positions
 from piper_compiler.passes.steps.release import releases
@@ -140,7 +141,7 @@ def lowered(graph: Graph, rows: int, request: CompileRequest) -> Lowered:
     bound = BoundChunks(chunks, rows, InstructionSeconds(chunks.values(), request.costs))
     orders = interleavings(graph, overlap_seconds(graph, bound))
     best = first_to_finish(orders, lambda order: drafted(order, bound, request.options))
-    freed = releases(best.draft, best.uses, best.times, best.buffers())
+    freed = releases(best.draft, best.uses, best.times, best.buffers(), best.returns())
     programs = best.programs(freed)
     plan = plan_of(best.graph, chunks, rows, programs, request)
     check_chunks(plan)
@@ -154,6 +155,7 @@ def drafted(graph: Graph, bound: BoundChunks, options: Options) -> Drafted:
     spans = seconds_of_spans(graph, bound.by_name, deps)
     scheduler = Scheduler(graph, deps, bound, spans)
     placed = residency(graph, deps, scheduler.run(), scheduler.starts, scheduler.seconds)
+    placed = offloading(placed, bound)
     nodes = columns(placed.graph, placed.deps, placed.sequence)
     work = tasks(placed.graph, placed.deps, nodes, options.fuse)
     where = positions(placed.graph, placed.deps, nodes, work.number, options.recv_ahead)

@@ -21,6 +21,8 @@ BANDWIDTH = 2e12
 """The bytes/s of the nominal accelerator's memory."""
 LINK = 1e11
 """The nominal bytes/s between devices."""
+HOST_LINK = 2.5e10
+"""The nominal bytes/s between a device and its host, each way: about the rate of 16 lanes of PCIe 4."""
 
 
 def chunk_seconds(chunk: Chunk, step: Step, costs: Costs | None = None) -> float:
@@ -106,6 +108,10 @@ class InstructionSeconds:
     def collective(self, nbytes: int) -> float:
         """Return the seconds of a collective with a message of this size."""
         return 0.0 if self._given else collective_seconds(nbytes)
+
+    def host_copy(self, nbytes: int) -> float:
+        """Return the seconds of a copy of this size between a device and its host."""
+        return nbytes / HOST_LINK
 
 
 @dataclass(frozen=True, slots=True)

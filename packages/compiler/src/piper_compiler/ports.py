@@ -8,8 +8,8 @@ I and W parts.
 from __future__ import annotations
 
 from piper_ir.plan.plan import Category, is_state
-from piper_ir.program.ops import ComputeStep
-from piper_ir.program.program import Chunk, Signature, Step
+from piper_ir.program.ops import ComputeStep, variant_name
+from piper_ir.program.program import Chunk, Program, Signature, Step
 
 BACKWARD: tuple[Step, ...] = ("I", "W")
 """The steps of a whole backward, B: I, then W."""
@@ -74,6 +74,19 @@ def kept(chunk: Chunk) -> tuple[str, ...]:
     values of a plan are of this kind.
     """
     return tuple(p for s in signatures(chunk, "F") for p in s.writes if p.startswith("saved"))
+
+
+def kept_inside(program: Program, chunk: Chunk, told_by: str) -> tuple[str, ...]:
+    """Return the `kept` ports of a chunk, or of its variant, that a policy of recomputation would make again.
+
+    All of them if the policy is "".
+    """
+    ports = kept(chunk)
+    if not told_by or not ports:
+        return ports
+    others = kept(program.chunk(variant_name(chunk.id, told_by)))
+    inside = {*kept(program.chunk(chunk.id))}.difference(others)
+    return tuple([port for port in ports if port in inside])
 
 
 def port_value(chunk: Chunk, port: str) -> str:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 from piper_compiler.strategy import Strategy
+from piper_ir.ground.errors import CompileError
 from piper_ir.plan.plan import Bucket, DeviceType
 from piper_ir.program.costs import Costs
+from piper_ir.program.ops import KernelSource
 from piper_ir.program.program import Param, Program
 
 
@@ -65,17 +68,28 @@ class Training:
 
 @dataclass(frozen=True)
 class Options:
-    """Choose how a plan is laid out; no option changes the numbers that it computes.
+    """Choose how a plan is laid out; no option changes its results, except that `kernels` rounds them differently.
 
     Attributes:
         fuse: join neighbours into one instruction.
         recv_ahead: how many compute instructions before its first reader a receive is posted.
         device: the kind of device that peaks of memory are for; the program is the same for all.
+        kernels: "eager" runs each operation by torch; "inductor" compiles groups of pointwise operations, reductions,
+            norms and losses. The plan has the memory and the kernels of the compiled groups.
+
+    Raises CompileError for other kernels.
     """
 
     fuse: bool = True
     recv_ahead: int = 2
     device: DeviceType = ""
+    kernels: KernelSource = "eager"
+
+    def __post_init__(self) -> None:
+        if self.kernels not in get_args(KernelSource):
+            raise CompileError(
+                f"Options(kernels={self.kernels!r}): write one of {', '.join(map(repr, get_args(KernelSource)))}"
+            )
 
 
 @dataclass(frozen=True)

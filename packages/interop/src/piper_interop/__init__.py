@@ -11,6 +11,7 @@ from piper_interop.neutral.described import (
     DeviceLayout,
     JobDescription,
     ModelSizes,
+    OffloadedTensors,
     Recomputation,
     loss_scale,
 )
@@ -68,6 +69,7 @@ __all__ = [
     "Imported",
     "Judgement",
     "DeviceLayout",
+    "OffloadedTensors",
     "Recomputation",
     "ModelSizes",
     "export_job",

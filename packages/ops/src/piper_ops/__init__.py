@@ -50,6 +50,8 @@ from piper_ops.experts.rounds import (
 )
 from piper_ops.ground.errors import ExpertsOverflow, UnsupportedVariant, WrongCost
 from piper_ops.ground.library import DIRECT, OP_KERNELS, dtype_name
+from piper_ops.inductor.decompositions import DECOMPOSITIONS
+from piper_ops.inductor.fusions import FusionForm, compiled_fusion, fusion, lowered
 from piper_ops.pointwise.batches import Constant, batch_leaves, batch_pair, is_shared, shared
 from piper_ops.pointwise.collectives import (
     COLLECTIVE_KINDS,
@@ -98,6 +100,11 @@ from piper_ops.written.frames import is_model_code
 from piper_ops.written.opaque import Returned, backward_step, forward_step, storage_key
 
 __all__ = [
+    "DECOMPOSITIONS",
+    "FusionForm",
+    "compiled_fusion",
+    "fusion",
+    "lowered",
     "Builder",
     "Examples",
     "PLANNING",

@@ -27,6 +27,7 @@ from piper_simulator.durations.device_model import DeviceModel
 from piper_simulator.durations.expert_loads import ExpertLoad, GivenLoad, load_notes, load_of
 from piper_simulator.interval import RunsInterval, interval_of, stack_advice
 from piper_simulator.memory.footprint import footprint
+from piper_simulator.memory.host_memory import host_bytes_by_node, host_notes
 from piper_simulator.memory.oom import OomVerdict
 from piper_simulator.memory.role_devices import PeakMemory, peak_memory
 from piper_simulator.memory.snapshot import Snapshot, snapshot
@@ -78,6 +79,7 @@ class Simulation(Brief):
         ooms: a verdict for each role that needs more than its devices have, see `oom`.
         load: of experts, which the times hold for; None for a plan without experts.
         limit_bytes: the memory of each rank's device; None without a cluster.
+        host_bytes: the most bytes of values that each rank has in the memory of its host.
         worst_step_s: `step_s` under the worst load of experts, if that is not the one of `step_s`.
     """
 
@@ -104,6 +106,7 @@ class Simulation(Brief):
     limit_bytes: tuple[int | None, ...] = ()
     held_bytes: tuple[int, ...] = ()
     reserved_bytes: tuple[int, ...] = ()
+    host_bytes: tuple[int, ...] = ()
     interval: RunsInterval | None = None
 
     def facts(self) -> Iterator[tuple[str, object]]:
@@ -118,6 +121,9 @@ class Simulation(Brief):
             yield "MFU", f"{self.mfu:.1%}"
         yield "ranks", len(self.device_bytes)
         yield "fullest device", size_text(max(self.device_bytes, default=0))
+        if any(self.host_bytes):
+            nodes = host_bytes_by_node(self.host_bytes, self._run.cluster)
+            yield "fullest host", size_text(max(nodes))
         yield "fits", "yes" if self.fits else "no"
 
     @property
@@ -198,6 +204,7 @@ class Simulation(Brief):
             "device_bytes": max(self.device_bytes, default=0),
             "allocated_bytes": max(self.held_bytes, default=0),
             "reserved_bytes": max(self.reserved_bytes, default=0),
+            "host_bytes": max(host_bytes_by_node(self.host_bytes, self._run.cluster), default=0),
             "memory": {} if fullest is None else self.memory(fullest),
             "oom": None if self.oom is None else self.oom.as_dict() | {"text": self.oom.text},
             "slowed_s": self.slowed_s,
@@ -295,7 +302,12 @@ def _folded(
     order, whole = parts.role_of, tuple(parts.of[r] for r in parts.role_of)
     rates = rates_of(plan, cluster, timed.period_s, tokens_per_row, model_flops_per_step)
     missing = without_formula(plan) if cluster is not None else {}
-    more = *flop_notes(missing, rates.mfu, rates.hfu), *whole_notes(plan, cluster, step_s)
+    hosted = tuple(plan.roles[r].host_peak_bytes for r in whole)
+    more = (
+        *flop_notes(missing, rates.mfu, rates.hfu),
+        *whole_notes(plan, cluster, step_s),
+        *host_notes(hosted, cluster),
+    )
     notes = tuple(dict.fromkeys((*run.durations.notes, *rates.notes, *more)))
     run = replace(run, notes=_of_trace(cluster, notes))
     return Simulation(
@@ -319,6 +331,7 @@ def _folded(
         limit_bytes=tuple(run.memory.devices.limit(k) for k in order),
         held_bytes=tuple(used[k].held for k in order),
         reserved_bytes=tuple(used[k].reserved for k in order),
+        host_bytes=hosted,
         _run=run,
     )
 

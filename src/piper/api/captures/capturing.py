@@ -52,14 +52,14 @@ def program_at(captured: Captured, rows: int) -> Program:
     """Return the program for microbatches of `rows` rows.
 
     It has affine sizes, after a check that the captured path holds at that many rows. One row has a program of its own,
-    because sizes are not affine there. Raises CaptureError if the model takes another path; the capture is not used
-    again then.
+    because sizes are not affine there, and so has any number of rows under Inductor's kernels. Raises CaptureError if
+    the model takes another path; the capture is not used again then.
     """
     from piper_capture import check_rows
 
     try:
-        if rows == 1:
-            return captured.bind(1)
+        if not captured.is_affine(rows):
+            return captured.bind(rows)
         check_rows(captured.forward, rows)
     except CaptureError:
         for key in [key for key, kept in _CAPTURES.items() if kept.forward is captured.forward]:

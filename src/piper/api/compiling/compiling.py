@@ -31,6 +31,7 @@ from piper_ir.ground.keywords import checked_call
 from piper_ir.ground.sizes import bind
 from piper_ir.plan.plan import Plan
 from piper_ir.program.costs import Costs
+from piper_ir.program.ops import KernelSource
 from piper_ir.program.program import Program
 from piper_ir.tools import Brief
 
@@ -61,6 +62,7 @@ class Compiled(Brief):
         layers: Which modules of the job's model are the layers.
         norms: Batch norms of the job's model that take the statistics of each microbatch.
         strategy: The strategy that was compiled.
+        kernels: "eager", or "inductor" for compiled groups of operations.
     """
 
     program: Program
@@ -74,6 +76,7 @@ class Compiled(Brief):
     layers: Layers | None = None
     notes: tuple[str, ...] = ()
     norms: tuple[BatchNorm, ...] = ()
+    kernels: KernelSource = "eager"
 
     @cached_property
     def evaluation(self) -> Compiled | None:
@@ -86,7 +89,7 @@ class Compiled(Brief):
         job = self.job.evaluated
         training = trained_job("compile", self.job, None).training
         strategy = with_fixed_stages(self.strategy, self.graph)
-        lowered, code = compiled_evaluation(job, strategy, self.plan, training)
+        lowered, code = compiled_evaluation(job, strategy, self.plan, training, self.kernels)
         return Compiled(
             lowered.graph.program,
             lowered.graph,
@@ -94,6 +97,7 @@ class Compiled(Brief):
             job.unevaluated,
             code,
             strategy=strategy,
+            kernels=self.kernels,
         )
 
     def __getstate__(self) -> dict[str, object]:
@@ -145,7 +149,12 @@ def compile(
             f"compile: the strategy is a {type(strategy).__name__}; a piper.Strategy is needed (call a function of "
             f"a trial first)"
         )
+    kernels = options.kernels if options is not None else "eager"
     if isinstance(source, Program):
+        if kernels != "eager":
+            raise CompileError(
+                f"compile: kernels={kernels!r} needs a piper.Job; a Program has no operations to compile"
+            )
         lowered = compile_program(
             source, strategy, global_batch=global_batch, costs=costs, options=options
         )
@@ -154,6 +163,7 @@ def compile(
     norms = trained.captured.forward.norms
     check_shared_norms(norms, trained.request.shardings)
     captured = rewritten(trained.captured, replace(trained.request, layers=()))
+    captured = replace(captured, kernels=kernels)
     training = replace(trained.training, undivided=undivided(captured))
     with _remarks_in_errors(captured):
         lowered = compile_program(
@@ -181,6 +191,7 @@ def compile(
         captured.layers,
         captured.forward.notes,
         norms,
+        kernels,
     )
     if notice := advancing_notice(compiled):
         warnings.warn(notice, PiperWarning, stacklevel=2)

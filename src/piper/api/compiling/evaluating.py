@@ -18,6 +18,7 @@ from piper_compiler import (
 from piper_ir.ground.errors import CaptureError, CompileError, DirectiveError, JobError
 from piper_ir.ground.expert_tokens import counts_tokens
 from piper_ir.plan.plan import Plan
+from piper_ir.program.ops import KernelSource
 
 if TYPE_CHECKING:
     from piper_capture import Captured, CodeStore
@@ -26,14 +27,14 @@ if TYPE_CHECKING:
 
 
 def compiled_evaluation(
-    job: Job, strategy: Strategy, plan: Plan, training: Training
+    job: Job, strategy: Strategy, plan: Plan, training: Training, kernels: KernelSource
 ) -> tuple[Lowered, CodeStore]:
     """Return the plan of an evaluation for the ranks of a training plan, and its code.
 
     The strategy has fixed stages. Raises JobError, or the error of capture or compiler, in the name of the evaluation.
     """
     try:
-        captured = _captured(job, strategy)
+        captured = replace(_captured(job, strategy), kernels=kernels)
         lowered = compile_program(
             captured.program,
             strategy,

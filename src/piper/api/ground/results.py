@@ -157,9 +157,13 @@ def _by_rank(prediction: Simulation) -> list[dict[str, Any]]:
         p.device_bytes,
         map(dict, p.peak_by_category),
         p.limit_bytes,
+        p.host_bytes,
         strict=True,
     )
-    names = ("bubble_s", "peak_bytes", "device_bytes", "peak_by_category", "limit_bytes")
+    names = (
+        *("bubble_s", "peak_bytes", "device_bytes", "peak_by_category", "limit_bytes"),
+        "host_bytes",
+    )
     return [dict(zip(names, numbers, strict=True)) for numbers in columns]
 
 

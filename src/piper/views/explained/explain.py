@@ -24,6 +24,7 @@ from piper_ir.verify import instr_title
 PURPOSES = {
     "expert": "tokens to experts and back",
     "terms": "sums of what devices that share chunks have made",
+    "host": "tensors that wait for their backward in the memory of the host",
 }
 """The words for the data of a channel, if its name alone says too little."""
 FEW = 0.3
@@ -270,6 +271,16 @@ def _roles(plan: Plan) -> str:
         lines.append(
             "             " + ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in split)
         )
+        if role.host_peak_bytes:
+            streams = {
+                c.stream_on(role.role)
+                for c in plan.channels
+                if c.purpose == "host" and role.role in c.roles
+            }
+            copies = sum(instr.stream in streams for instr in role.program)
+            lines.append(
+                f"             in the memory of the host at most {size_text(role.host_peak_bytes)}; {copies} copies"
+            )
     return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ use:
 
 The text depends on the graph alone. Each op is followed by its user line in a comment, for messages. Ops are bound
 once as globals, and the device of factory ops is the global DEVICE.
+A fusion is a call of the function that the global FUSION makes of its text, shapes and dtypes.
 A collective is a call of the global EXCHANGE, an op with several collectives one of ROUNDS, and a device's coordinate
 along an axis is PLACE[axis]; all come from the engine that runs the step. The function that such an op runs in each
 round is defined before the step. A random operation is a call of `draw` with its number in the chunk. Views are printed
@@ -23,8 +24,10 @@ from __future__ import annotations
 import hashlib
 import linecache
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,11 +39,12 @@ from piper_capture.steps import exchanges
 from piper_capture.steps.draws import DRAW, DRAWN_PART
 from piper_capture.steps.schedule import Line
 from piper_capture.torch_api._torch_joint import OpOverload
+from piper_capture.values import aliasing
 from piper_capture.values.concrete import frame_of
 from piper_capture.values.coordinate import Coordinate
 from piper_ir.ground.errors import CaptureError
 from piper_ir.program.program import Step
-from piper_ops import COLLECTIVE_KINDS, ROUNDS, is_model_code
+from piper_ops import COLLECTIVE_KINDS, ROUNDS, compiled_fusion, dtype_name, fusion, is_model_code
 
 aten = torch.ops.aten
 METHODS: Mapping[OpOverload, str] = {
@@ -102,6 +106,7 @@ def generate(
             for op in ops
         ),
         *exchanges.bodies(line.node for line in lines),
+        *_fusions(lines),
         "",
         "",
         "def step(args):",
@@ -114,6 +119,63 @@ def generate(
     return StepCode("\n".join(source), {name: constants[name] for name in used})
 
 
+def fusion_source(
+    nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
+) -> str:
+    """Return the text of a function `fusion` that runs operations and views on the tensors of a list.
+
+    Variables are numbered, so that equal fusions have equal texts.
+    """
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for k, node in enumerate(inputs):
+        copies[node] = graph.placeholder(f"a{k}")
+    for k, node in enumerate(nodes):
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+        copies[node] = graph.create_node(node.op, node.target, args, kwargs, f"v{k}")
+    names = "".join(f"{n.name}, " for n in graph.find_nodes(op="placeholder"))
+    return "\n".join(
+        [
+            "def fusion(args):",
+            *([f"    {names.rstrip()} = args"] if names else []),
+            "    args.clear()",
+            *(f"    {copies[n].name} = {_inside_fusion(copies[n])}" for n in nodes),
+            f"    return ({''.join(f'{copies[n].name}, ' for n in outputs).rstrip()})",
+            "",
+        ]
+    )
+
+
+def _inside_fusion(node: fx.Node) -> str:
+    """Return the text of an operation in a fusion."""
+    if node.target is operator.getitem:
+        source, place = node.args
+        return f"{_literal(source)}[{place}]"
+    keywords = [f"{name}={_literal(value)}" for name, value in node.kwargs.items()]
+    return f"torch.ops.{node.target}({', '.join([*map(_literal, node.args), *keywords])})"
+
+
+def input_specs(nodes: Iterable[fx.Node]) -> tuple[tuple[tuple[int, ...], str], ...]:
+    """Return the shapes and dtypes of nodes, which are a part of the text of a fusion that reads them."""
+    return tuple((tuple(v.shape), dtype_name(v.dtype)) for v in map(aliasing.tensor, nodes))
+
+
+def _fusions(lines: Sequence[Line]) -> list[str]:
+    """Return the lines that bind the compiled forms of a step's fusions."""
+    calls: dict[str, str] = {}
+    for line in lines:
+        if line.node.target is fusion:
+            parts = str(line.node.args[1]).splitlines(keepends=True)
+            text = "\n".join(f"    {part!r}" for part in parts)
+            specs = input_specs(line.node.all_input_nodes)
+            calls[_fusion_name(line.node)] = f"FUSION(\n{text},\n    {specs},\n)"
+    return [line for name, call in calls.items() for line in ("", f"{name} = {call}")]
+
+
+def _fusion_name(node: fx.Node) -> str:
+    facts = f"{node.args[1]} {input_specs(node.all_input_nodes)}"
+    return f"fusion_{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
+
+
 def compile_step(
     code: StepCode, device: str | torch.device = "cpu"
 ) -> Callable[[list[Tensor]], tuple[Tensor, ...]]:
@@ -123,7 +185,11 @@ def compile_step(
     the code is not registered in this process.
     """
     filename = f"<piper {code.source.splitlines()[0][2:]} {hashlib.sha256(code.source.encode()).hexdigest()[:8]}>"
-    namespace: dict[str, Any] = {"torch": torch, "DEVICE": torch.device(device)}
+    namespace: dict[str, Any] = {
+        "torch": torch,
+        "DEVICE": torch.device(device),
+        "FUSION": partial(compiled_fusion, device=device),
+    }
     namespace |= {name: value.to(device) for name, value in code.constants.items()}
     linecache.cache[filename] = (
         len(code.source),
@@ -165,6 +231,11 @@ def _line(line: Line) -> str:
         call = exchanges.call(op, first, node.args[1])
     elif op in ROUNDS:
         call = exchanges.meeting(op, [first, *rest], args)
+    elif op is fusion:
+        inputs = ", ".join(
+            n.name + ".contiguous()" * (n.op == "call_function") for n in node.all_input_nodes
+        )
+        call = f"{_fusion_name(node)}([{inputs}])"
     elif op in METHODS and isinstance(args[0], fx.Node):
         call = f"{first}.{METHODS[op]}({', '.join(rest)})"
     elif op in METHODS:  # torch.add(0.5, x) has a number as first argument
@@ -195,7 +266,9 @@ def _draws(line: Line) -> bool:
 
 def _bound(op: OpOverload) -> bool:
     """Return whether the text calls an op without a global of its own."""
-    return op in METHODS or op in FUNCTIONS or op in COLLECTIVE_KINDS or op in ROUNDS
+    return (
+        any(op in known for known in (METHODS, FUNCTIONS, COLLECTIVE_KINDS, ROUNDS)) or op is fusion
+    )
 
 
 def _op(line: Line) -> OpOverload:

@@ -24,6 +24,7 @@ from piper_capture.steps import exchanges, kernels, liveness, phases
 from piper_capture.steps.codegen import StepCode, generate
 from piper_capture.steps.draws import Drawn, drawn_in, number_draws
 from piper_capture.steps.expert_region import expert_regions
+from piper_capture.steps.fusions import fuse
 from piper_capture.steps.schedule import schedule
 from piper_capture.torch_api import _torch_joint
 from piper_capture.torch_api._torch_joint import OpOverload
@@ -85,16 +86,22 @@ class TracedChunk:
 
 
 def cut_chunk(
-    joint: Joint, keep: str, inside: Sequence[Collection[str] | None] = (None,)
+    joint: Joint,
+    keep: str,
+    inside: Sequence[Collection[str] | None] = (None,),
+    fused: bool = False,
 ) -> TracedChunk:
     """Return the steps of a traced chunk under a policy of recomputation; the joint graph stays as it is.
 
     `inside` are the origins of the operations for which each of the policies beside each other holds; None for all.
+    `fused` puts operations into fusions, which Inductor compiles.
     """
     cut = phases.cut(joint, keep, inside)
     steps: dict[Step, Signature] = {}
     code: dict[Step, StepCode] = {}
     for graph in cut.steps.values():
+        if fused:
+            fuse(graph)
         rewrite_step(graph)
     regions = expert_regions(cut.steps)
     for step, graph in cut.steps.items():

@@ -13,23 +13,38 @@ from torch import fx
 from piper_capture.values import aliasing
 from piper_ir.ground.errors import CaptureError
 from piper_ir.program.program import Cost, Kernel
-from piper_ops import COLLECTIVE_KINDS, KernelInfo, WrongCost, kernel_of
+from piper_ops import COLLECTIVE_KINDS, KernelInfo, WrongCost, dtype_name, kernel_of
 
 SHARED = "shared_by"
 """The key of a node's meta for the number of devices that share its work."""
+FUSED = "fused"
+"""The key of a fusion's meta for its compiled form and the FLOPs of its operations."""
 COUNTS = "counts"
 """The key of a node's meta for how often its products count in model FLOPs."""
 
 
 def cost(nodes: Iterable[fx.Node]) -> Cost:
     """Return the kernels that nodes launch one by one, in their order."""
-    launching = [n for n in nodes if n.op == "call_function" and _launches(n)]
-    listing = listed(aliasing.asked(launched, n) for n in launching)
     return Cost(
         tuple(
-            [_noted(kernel, node) for kernel, node in zip(listing.kernels, launching, strict=True)]
+            _noted(kernel, node)
+            for node in nodes
+            if node.op == "call_function" and _launches(node)
+            for kernel in listed(_kernels(node)).kernels
         )
     )
+
+
+def _kernels(node: fx.Node) -> list[KernelInfo]:
+    """Return the kernels of an operation; a fusion has one for each loop, which share its FLOPs by their bytes."""
+    if FUSED not in node.meta:
+        return [aliasing.asked(launched, node)]
+    form, flops = node.meta[FUSED]
+    total, dtype = max(1, sum(form.moved)), dtype_name(aliasing.tensors(node)[0].dtype)
+    return [
+        KernelInfo("elementwise", (), flops * moved // total, moved, dtype, op="fusion")
+        for moved in form.moved
+    ]
 
 
 def _noted(kernel: Kernel, node: fx.Node) -> Kernel:

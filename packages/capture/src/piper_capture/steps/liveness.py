@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from piper_capture.graphs.stepgraph import StepGraph
+from piper_capture.steps.kernels import FUSED
 from piper_capture.steps.schedule import Line
 from piper_capture.values import aliasing
 from piper_ir.program.program import Inside, Liveness
@@ -107,9 +108,14 @@ def _bytes_at_lines(lines: Sequence[Line], last: Mapping[fx.Node, int]) -> list[
         if (
             not aliasing.is_view(line.node) or line.node.target in ROUNDS
         ):  # further rounds have a workspace
-            at_line.append((number, live_bytes))
+            at_line.append((number, live_bytes + _inside_fusion(line.node)))
         live_bytes -= freed_at.pop(number, 0)
     return at_line
+
+
+def _inside_fusion(node: fx.Node) -> int:
+    """Return the bytes that a fusion holds beside its arguments and results; 0 for another operation."""
+    return node.meta[FUSED][0].workspace if FUSED in node.meta else 0
 
 
 def _results(line: Line) -> list[tuple[fx.Node | None, int]]:

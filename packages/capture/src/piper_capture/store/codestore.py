@@ -32,7 +32,7 @@ from piper_capture.whole_batch.counting import CounterSpec
 from piper_ir.ground.errors import CaptureError
 from piper_ir.ground.sizes import TensorSpec, bind
 from piper_ir.program.layout import Sharding
-from piper_ir.program.ops import KEEP_ALL, variant_name
+from piper_ir.program.ops import KEEP_ALL, KernelSource, variant_name
 from piper_ir.program.program import Chunk, Program, Signature, Step, bind_chunks
 
 
@@ -80,6 +80,7 @@ class TraceSpec:
         dispatch: the values that it exchanges with chunks of experts, or they with it.
         routed: how devices trade the rows of a dropless mixture inside of it.
         tiles: the tiles of tokens in which it computes logits and their loss.
+        fused: whether Inductor compiles groups of its operations.
     """
 
     cut: Cut
@@ -97,6 +98,7 @@ class TraceSpec:
     dispatch: Dispatch | None = None
     routed: Routed | None = None
     tiles: int = 1
+    fused: bool = False
 
     @property
     def origins(self) -> tuple[frozenset[str] | None, ...]:
@@ -207,6 +209,7 @@ class CodeStore:
         self._joints: dict[tuple[str, int], Joint] = {}
         self._sharded: dict[tuple[str, int], Sharded] = {}
         self._expected: dict[str, Chunk] = {}
+        self._eager: dict[str, str] = {}  # code id of a code with fusions -> the one without
 
     def add(self, code: str, recipe: TraceSpec) -> None:
         self._recipes.setdefault(code, recipe)
@@ -261,6 +264,19 @@ class CodeStore:
         """Return the code id of a code that computes its logits and loss in tiles of tokens."""
         name = hashlib.sha256(f"{code} {tiles} tiles".encode()).hexdigest()[:16]
         self._recipes.setdefault(name, replace(self._recipes[code], tiles=tiles))
+        return name
+
+    def fused(self, code: str) -> str:
+        """Return the code id of a code in which Inductor compiles groups of operations.
+
+        A code that is a module of its own, or that only passes values on or counts, stays as it is.
+        """
+        recipe = self._recipes.get(code)
+        if recipe is None or recipe.piece.opaque:
+            return code
+        name = hashlib.sha256(f"{code} fused".encode()).hexdigest()[:16]
+        self._recipes.setdefault(name, replace(recipe, fused=True))
+        self._eager[name] = code
         return name
 
     def dispatched(self, code: str, dispatch: Dispatch) -> str:
@@ -344,8 +360,9 @@ class CodeStore:
             return cut_chunk(recipe.joint(rows), KEEP_ALL)
         if recipe.piece.opaque:
             return recipe.opaque(rows)
-        base = code if recipe.keep == KEEP_ALL else code.partition(variant_name("", ""))[0]
-        return cut_chunk(self.joint(base, rows), recipe.keep, recipe.origins)
+        eager = self._eager.get(code, code)
+        base = eager if recipe.keep == KEEP_ALL else eager.partition(variant_name("", ""))[0]
+        return cut_chunk(self.joint(base, rows), recipe.keep, recipe.origins, recipe.fused)
 
     def get(self, code: str, rows: int) -> Mapping[Step, StepCode]:
         """Return the functions of the steps that are not empty; they fit `Captured.bind(rows)`.
@@ -353,7 +370,7 @@ class CodeStore:
         Raises CaptureError if the chunk at this number of rows is not the one that the program describes.
         """
         traced = self.trace(code, rows)
-        expected = self._expected.get(code)
+        expected = self._expected.get(self._eager.get(code, code))
         if expected is not None and rows > 1:
             _check_as_planned(expected.bind(rows), traced, rows)
         return traced.code
@@ -406,6 +423,7 @@ class Captured:
         unshared: of a capture for such devices, "parameter:dimension" -> why it stays whole, though its use would allow
             to share it.
         tiled: the same capture with logits and loss in tiles, by their number, filled like `under`.
+        kernels: "eager", or "inductor" for chunks in which Inductor compiles groups of operations; `bind` gives these.
     """
 
     program: Program
@@ -425,6 +443,7 @@ class Captured:
     reduce: torch.dtype | None = None
     auxiliary: tuple[Auxiliary, ...] = ()
     tiled: dict[int, Captured] = field(default_factory=dict, repr=False, compare=False)
+    kernels: KernelSource = "eager"
 
     @property
     def assembled(self) -> Captured:
@@ -439,24 +458,40 @@ class Captured:
     def bind(self, rows: int) -> Program:
         """Return the program with integer sizes for microbatches of `rows` rows on one device.
 
-        At one row torch makes views where it copies otherwise, so these sizes come from a trace at one row. Raises
-        CaptureError if the model takes another path at this number of rows than the captured one.
+        Sizes at one row come from a trace at one row, at which torch makes views instead of copies. Inductor's choice
+        of kernels depends on the sizes, so that they come from a trace at the very rows. Raises CaptureError if the
+        model takes another path at this number of rows than the captured one.
         """
         check_rows(self.forward, rows)
         chunks, variants = self.program.chunks, self.program.variants
-        if rows == 1:
-            codes = dict.fromkeys(chunk.code for chunk in (*chunks, *variants))
-            traced = {code: self._traced_alone(code) for code in codes}
+        if not self.is_affine(rows):
+            named = self.code.fused if self.kernels == "inductor" else str
+            codes = {chunk.code: named(chunk.code) for chunk in (*chunks, *variants)}
+            traced = {code: self._traced_at(code, rows) for code in dict.fromkeys(codes.values())}
             chunks, variants = (
-                tuple(replace(c, ports=traced[c.code][0], steps=traced[c.code][1]) for c in cs)
+                tuple(
+                    replace(
+                        c,
+                        code=codes[c.code],
+                        ports=traced[codes[c.code]][0],
+                        steps=traced[codes[c.code]][1],
+                    )
+                    for c in cs
+                )
                 for cs in (chunks, variants)
             )
         return replace(
             self.program, chunks=bind_chunks(chunks, rows), variants=bind_chunks(variants, rows)
         )
 
-    def _traced_alone(self, code: str) -> tuple[dict[str, TensorSpec], dict[Step, Signature]]:
-        """Return the ports and steps of a code, traced at one row."""
-        traced = self.code.trace(code, 1)
+    def is_affine(self, rows: int) -> bool:
+        """Return whether the program for a number of rows follows from the one with sizes affine in rows."""
+        return rows > 1 and self.kernels == "eager"
+
+    def _traced_at(
+        self, code: str, rows: int
+    ) -> tuple[dict[str, TensorSpec], dict[Step, Signature]]:
+        """Return the ports and steps of a code, traced at a number of rows."""
+        traced = self.code.trace(code, rows)
         steps = {s: replace(sig, cost=counted(sig.cost)) for s, sig in traced.steps.items()}
         return dict(traced.ports), steps

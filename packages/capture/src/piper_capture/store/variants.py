@@ -64,7 +64,7 @@ def _inner(captured: Captured, patterns: str) -> set[int]:
             problem = "no module matches" if not found else "no operation runs inside of"
             runs = [name for name, m in every.items() if id(m) in ran]
             raise SelectorError(
-                f"recompute(modules={pattern!r}): {problem} {pattern!r}; the model runs {examples(runs)}. Names are "
+                f"modules={pattern!r}: {problem} {pattern!r}; the model runs {examples(runs)}. Names are "
                 f'matched as those of files: "*.mlp" means layers.0.mlp, layers.1.mlp and so on'
             )
         chosen |= inner

@@ -10,15 +10,17 @@ afterwards. Tensors of the model are refused: whether one is trained is decided 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor
-from torch._dynamo.variables import ConstantVariable
-from torch._dynamo.variables.builtin import SetAttrBuiltinVariable
+from torch._dynamo.variables import ConstantVariable, builtin
 from torch._dynamo.variables.tensor import TensorVariable
 
 from piper_capture.torch_api._torch import in_place
+
+_SETTING: Any = getattr(builtin, "SetAttrBuiltinVariable", None)
+"""The class with the trace of setattr; None for an older torch, which refuses `x.requires_grad = True`."""
 
 BATCH = ("L['inputs']", "L['targets']")
 """The prefixes of Dynamo's source names for tensors of the batch."""
@@ -54,7 +56,8 @@ REFUSED = {
 @contextmanager
 def requires_grad_traced() -> Iterator[None]:
     """Let Dynamo trace requires_grad_() on a tensor of the batch, or on one that forward makes."""
-    method, setting = TensorVariable.method_requires_grad_, SetAttrBuiltinVariable._call_setattr
+    method = TensorVariable.method_requires_grad_
+    setting: Any = getattr(_SETTING, "_call_setattr", None)
     changed: list[Tensor] = []
 
     def requires_grad_(variable: Any, tx: Any, requires_grad: Any = True) -> Any:
@@ -78,10 +81,12 @@ def requires_grad_traced() -> Iterator[None]:
         return setting(variable, tx, owner, name, value)
 
     try:
-        with (
-            in_place(TensorVariable, {"method_requires_grad_": requires_grad_}),
-            in_place(SetAttrBuiltinVariable, {"_call_setattr": set_attribute}),
-        ):
+        with ExitStack() as changed_here:
+            changed_here.enter_context(
+                in_place(TensorVariable, {"method_requires_grad_": requires_grad_})
+            )
+            if setting is not None:
+                changed_here.enter_context(in_place(_SETTING, {"_call_setattr": set_attribute}))
             yield
     finally:
         for tensor in changed:  # tensors of the batch, which other traces get too

@@ -11,9 +11,15 @@ from piper_interop.accelerate.table import PREFIX, TABLE, deepspeed_of
 from piper_interop.accelerate.units import layer_parameters, megabytes, whole
 from piper_interop.deepspeed.arguments import PREFIX as ARGUMENTS
 from piper_interop.deepspeed.describe import describe as describe_deepspeed
-from piper_interop.deepspeed.describe import recomputes
+from piper_interop.deepspeed.describe import offloaded, recomputes
 from piper_interop.deepspeed.table import TABLE as DEEPSPEED
-from piper_interop.neutral.described import DeviceLayout, JobDescription, ModelSizes, Recomputation
+from piper_interop.neutral.described import (
+    DeviceLayout,
+    JobDescription,
+    ModelSizes,
+    OffloadedTensors,
+    Recomputation,
+)
 from piper_interop.neutral.foreign import Foreign, OptionValue
 from piper_interop.neutral.missing import asked_for
 from piper_interop.neutral.options import forms
@@ -62,6 +68,7 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         rows=rows,
         layout=layout,
         recompute=(Recomputation("inputs"),) if _recomputes(foreign) else (),
+        offload=_offloaded(foreign),
         compute=half or "float32",
         reduce=half if half and sharding.zero else "float32",
         clip_norm=clip or None,
@@ -90,10 +97,12 @@ def _by_deepspeed(foreign: Foreign, asked: Asked, notes: tuple[str, ...]) -> Job
         note for note in described.notes if note not in forms(inner, DEEPSPEED, asked.stand_ins)
     )
     origins = {**described.origins, "mesh": _origins(foreign)["mesh"]}
+    again = recomputes(inner) or _recomputes(foreign)
     return replace(
         described,
         stack="inductor" if _stack(foreign) == "inductor" else described.stack,
-        recompute=(Recomputation("inputs"),) if recomputes(inner) or _recomputes(foreign) else (),
+        recompute=(Recomputation("inputs"),) if again else (),
+        offload=offloaded(inner) if again else None,
         notes=notes + unsaid,
         origins=origins,
     )
@@ -274,6 +283,12 @@ def _recomputes(foreign: Foreign) -> bool:
         fsdp(foreign, "activation_checkpointing", False)
         or any(foreign.get(f"{ARGUMENTS}{name}", False) for name in names)
     )
+
+
+def _offloaded(foreign: Foreign) -> OffloadedTensors | None:
+    """Return the inputs of checkpointed layers, if torch's offload_wrapper keeps these on the host."""
+    waits = fsdp(foreign, "activation_checkpointing_offload", False)
+    return OffloadedTensors("inputs", prefetch=0) if waits and _recomputes(foreign) else None
 
 
 def _rows(foreign: Foreign, asked: Asked, replicas: int) -> tuple[int, int]:

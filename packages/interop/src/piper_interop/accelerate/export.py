@@ -38,6 +38,8 @@ def export(described: JobDescription) -> Exported:
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
             "fsdp_activation_checkpointing": bool(described.recompute),
         }
+        if described.offload is not None:
+            options["fsdp_config"]["fsdp_activation_checkpointing_offload"] = True
         options["parallelism_config"] = {
             f"parallelism_config_{name}": size for name, size in _mesh(described).items()
         }

@@ -106,7 +106,7 @@ FSDP: dict[str, OptionSpec] = {
     "activation_checkpointing": (BOOL, Mapped("recompute")),
     "activation_checkpointing_offload": (
         BOOL,
-        Unsupported("offload of activations to the host", "leave the option out"),
+        Mapped("offload, of inputs of recomputed layers"),
     ),
     "mixed_precision_policy": (
         ANY,

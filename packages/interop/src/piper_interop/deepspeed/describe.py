@@ -8,7 +8,13 @@ from pathlib import Path
 from piper_interop.deepspeed.arguments import PREFIX
 from piper_interop.deepspeed.table import TABLE
 from piper_interop.deepspeed.zero import BUCKET, ahead, gathers, persistent, stage
-from piper_interop.neutral.described import DeviceLayout, JobDescription, Recomputation, loss_scale
+from piper_interop.neutral.described import (
+    DeviceLayout,
+    JobDescription,
+    OffloadedTensors,
+    Recomputation,
+    loss_scale,
+)
 from piper_interop.neutral.foreign import Foreign
 from piper_interop.neutral.missing import asked_for
 from piper_interop.neutral.options import forms
@@ -57,6 +63,7 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         rows=batch.rows,
         layout=layout,
         recompute=(Recomputation("inputs"),) if recomputes(foreign) else (),
+        offload=offloaded(foreign) if recomputes(foreign) else None,
         params=params,
         compute=compute,
         reduce=reduce,
@@ -247,6 +254,12 @@ def recomputes(foreign: Foreign) -> bool:
     )
 
 
+def offloaded(foreign: Foreign) -> OffloadedTensors | None:
+    """Return the inputs of checkpointed layers, if these wait on the host; they are brought back when asked for."""
+    waits = foreign.get("activation_checkpointing.cpu_checkpointing", False)
+    return OffloadedTensors("inputs", prefetch=0) if waits else None
+
+
 def _compiled(foreign: Foreign) -> bool:
     return bool(
         foreign.get("compile.deepcompile", False) or foreign.get(f"{PREFIX}torch_compile", False)
@@ -296,4 +309,5 @@ def _origins(foreign: Foreign) -> dict[str, str]:
     }  # fmt: skip
     if recomputes(foreign):
         parts["recompute"] = "activation_checkpointing, gradient_checkpointing"
+        parts["offload"] = "activation_checkpointing.cpu_checkpointing"
     return {part: origin for part, origin in parts.items() if origin}

@@ -93,6 +93,8 @@ def _options(described: JobDescription) -> dict[str, Any]:
         else None,
         **_zero(described),
     }
+    if described.offload is not None:
+        options["activation_checkpointing.cpu_checkpointing"] = True
     if layout.tp > 1:
         options["tensor_parallel.autotp_size"] = layout.tp
         options["tensor_parallel.vocab_parallel_lm_head"] = True

@@ -239,7 +239,9 @@ CHECKPOINTING: dict[str, OptionSpec] = {
     ),
     "activation_checkpointing.cpu_checkpointing": (
         BOOL,
-        Unsupported("offload of activations to the host", "leave the option out"),
+        Nearest(
+            "copies to the host beside compute, which DeepSpeed waits for", "predicted too fast"
+        ),
     ),
     "activation_checkpointing.contiguous_memory_optimization": (BOOL, Mapped("recompute")),
     "activation_checkpointing.number_checkpoints": (COUNT.or_none, Mapped("recompute")),

@@ -18,7 +18,13 @@ from piper_interop.megatron.stages import boundaries
 from piper_interop.megatron.table import TABLE
 from piper_interop.megatron.table_model import exchanged, mixture, parts_again
 from piper_interop.megatron.table_strategy import sharded
-from piper_interop.neutral.described import DeviceLayout, JobDescription, Recomputation, loss_scale
+from piper_interop.neutral.described import (
+    DeviceLayout,
+    JobDescription,
+    OffloadedTensors,
+    Recomputation,
+    loss_scale,
+)
 from piper_interop.neutral.foreign import Foreign
 from piper_interop.neutral.options import judge
 from piper_interop.neutral.system import Asked
@@ -61,6 +67,7 @@ PARTS = {
     "recompute": (
         "recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-activations", "recompute-modules",
     ),
+    "offload": ("cpu-offloading-num-layers",),
     "dp": (
         "use-distributed-optimizer", "use-megatron-fsdp", "data-parallel-sharding-strategy", "use-torch-fsdp2",
         "num-distributed-optimizer-instances", "overlap-grad-reduce", "ddp-bucket-size",
@@ -89,6 +96,7 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         rows=rows,
         layout=layout,
         recompute=_recompute(foreign, layout),
+        offload=_offload(foreign),
         compute=compute,
         reduce=reduce,
         loss_scale=_loss_scale(foreign),
@@ -244,3 +252,9 @@ def _recompute(foreign: Foreign, layout: DeviceLayout) -> tuple[Recomputation, .
     starts = [sum(counts[:stage]) for stage in range(len(counts))]
     first = [range(start, start + min(number, n)) for start, n in zip(starts, counts, strict=True)]
     return (Recomputation("inputs", layers=tuple(layer for layers in first for layer in layers)),)
+
+
+def _offload(foreign: Foreign) -> OffloadedTensors | None:
+    """Return the tensors of the first layers, if Transformer Engine keeps these on the host."""
+    count = foreign["cpu-offloading-num-layers"]
+    return OffloadedTensors("all", count) if count else None

@@ -37,6 +37,7 @@ def export(described: JobDescription) -> Exported:
     _pipeline(described, options)
     _states(described, options)
     _recompute(described, options)
+    _offload(described, options)
     options.add("clip-grad", described.clip_norm or 0.0)
     options.add("lr", described.lr)
     for name, value in (("mock-data", True), ("train-iters", 100), ("eval-iters", 0)):
@@ -268,6 +269,20 @@ def _recompute(described: JobDescription, options: WrittenOptions) -> None:
         return
     options.add("recompute-method", "block")
     options.add("recompute-num-layers", first)
+
+
+def _offload(described: JobDescription, options: WrittenOptions) -> None:
+    """Write the layers whose tensors wait on the host, all but the last at most: without stages and recomputation."""
+    offload, layers = described.offload, int(described.sizes.fields["layers"])
+    if offload is None:
+        return
+    if offload.tensors != "all" or described.recompute or described.layout.pp > 1:
+        options.refuse(
+            f'offload of tensors="{offload.tensors}" beside recompute or stages',
+            'tensors="all" of the first layers, without recompute, pp=1',
+        )
+        return
+    options.add("cpu-offloading-num-layers", min(offload.layers or layers, layers - 1))
 
 
 def _first_of_stages(rule: Recomputation, plan: DeviceLayout, layers: int) -> int | None:

@@ -286,7 +286,7 @@ STRATEGY: OptionTable = {
     "clip-grad": Mapped("clip_norm"),
     "lr": Mapped("lr"),
     "optimizer-cpu-offload": _offload("optimizer states"),
-    "cpu-offloading-num-layers": _offload("activations"),
+    "cpu-offloading-num-layers": Mapped("offload of the first layers"),
     "fine-grained-activation-offloading": _offload("activations"),
     # messages beside compute, and how steps are started
     "tp-comm-overlap": Nearest("messages of tp before and behind products", SLOW),

@@ -74,6 +74,21 @@ class Recomputation:
 
 
 @dataclass(frozen=True)
+class OffloadedTensors:
+    """Say which activations wait for their backward in the memory of the host: the directive `offload`.
+
+    Attributes:
+        tensors: "all", "saved" or "inputs", as the directive says it.
+        layers: the number of layers, from the first; None for all.
+        prefetch: the backwards ahead of its own for which a tensor is brought back.
+    """
+
+    tensors: str = "all"
+    layers: int | None = None
+    prefetch: int = 1
+
+
+@dataclass(frozen=True)
 class DeviceLayout:
     """Say how a job is spread over devices.
 
@@ -142,7 +157,22 @@ class DeviceLayout:
         return self.dp * self.dp_replicate
 
 
-ORIGINS = ("sizes", "job", "mesh", "tp", "cp", "ep", "pp", "batch", "loss", "recompute", "dp")
+ORIGINS = (
+    *(
+        "sizes",
+        "job",
+        "mesh",
+        "tp",
+        "cp",
+        "ep",
+        "pp",
+        "batch",
+        "loss",
+        "recompute",
+        "offload",
+        "dp",
+    ),
+)
 """The lines of a FILE.py that name the options that they come from."""
 
 
@@ -174,6 +204,7 @@ class JobDescription:
         rows: rows of a microbatch of one replica.
         layout: the devices' shares.
         recompute: the layers that are computed again; () for none.
+        offload: the activations that wait on the host; None for none.
         loss_tiles: the tiles of tokens in which logits and loss are computed.
         params: the dtype of parameters, gradients' sums and optimizer states.
         compute: the dtype of forward and backward.
@@ -203,6 +234,7 @@ class JobDescription:
     parameters: int | None = None
     stack: str = ""
     notes: tuple[str, ...] = ()
+    offload: OffloadedTensors | None = None
     loss_tiles: int = 1
     loss_scale: tuple[tuple[str, float], ...] = ()
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)

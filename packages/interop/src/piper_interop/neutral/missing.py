@@ -56,6 +56,8 @@ def shared_limits(described: JobDescription, no_pipeline: str, no_sequence: str)
         lines.append(f"sequence parallelism over tp; nearest: {no_sequence}")
     if layout.cp > 1 and layout.zero and not layout.over_cp:
         lines.append("states that are whole along cp; nearest: states sharded over dp and cp")
+    if described.offload is not None and described.offload.tensors != "inputs":
+        lines.append(f'offload of tensors="{described.offload.tensors}"; nearest: "inputs"')
     lines += [
         f'keep="{part.keep}" of {"all" if part.layers is None else part.layers} layers; nearest: "inputs" of all layers'
         for part in described.recompute

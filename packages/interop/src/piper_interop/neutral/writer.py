@@ -6,7 +6,13 @@ from collections.abc import Iterator, Sequence
 from textwrap import wrap
 from typing import Any
 
-from piper_interop.neutral.described import DeviceLayout, JobDescription, Recomputation, literal
+from piper_interop.neutral.described import (
+    DeviceLayout,
+    JobDescription,
+    OffloadedTensors,
+    Recomputation,
+    literal,
+)
 from piper_ir.ground.errors import JobError
 from piper_ir.program.ops import BESIDE, WITHIN
 
@@ -20,7 +26,7 @@ def python(described: JobDescription, title: str) -> str:
     """
     check_batch(described)
     notes = list(_warnings(described.notes))
-    selects = any(r for r in described.recompute)
+    selects = described.recompute or described.offload
     head = [
         *wrap(f'"""{title}, written by `piper import`.', COLUMNS),
         "",
@@ -162,6 +168,8 @@ def calls(described: JobDescription) -> Iterator[tuple[str, str]]:
     if described.loss_tiles > 1:
         yield "loss", f"piper.tile_loss({described.loss_tiles})"
     yield from (("recompute", _recompute(r)) for r in described.recompute)
+    if described.offload is not None:
+        yield "offload", _offload(described.offload)
     if layout.replicas > 1 or (layout.zero and layout.over_cp and layout.cp > 1):
         yield "dp", f"*recipes.data_parallel({_arguments(_replicated(layout))})"
 
@@ -190,6 +198,14 @@ def _recompute(recompute: Recomputation) -> str:
         keep, _, modules = keep.partition(WITHIN)
         inside = f", modules={literal(tuple(modules.split('+')))}"
     return f"piper.recompute(where(layer={layers}), keep={literal(keep)}{group}{inside})"
+
+
+def _offload(offload: OffloadedTensors) -> str:
+    layers = "ANY" if offload.layers is None else f"range({offload.layers})"
+    how: dict[str, Any] = {"tensors": offload.tensors}
+    if offload.prefetch != 1:
+        how["prefetch"] = offload.prefetch
+    return f"piper.offload(where(layer={layers}), {_arguments(how)})"
 
 
 def _replicated(layout: DeviceLayout) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from piper_ir.fold.memory_steps import PartUse, PartUses
 from piper_ir.ground.errors import PlanError
 from piper_ir.plan.instr_table import PartTemplate
-from piper_ir.plan.plan import CATEGORIES, COMPUTE, Category, DeviceType, Plan, RolePlan
+from piper_ir.plan.plan import CATEGORIES, COMPUTE, HOST, Category, DeviceType, Plan, RolePlan
 
 BytesByCategory = Mapping[Category, int]
 """The bytes of each category."""
@@ -69,6 +69,21 @@ def peak(plan: Plan, role: RolePlan) -> Usage:
     return _Walk(role, PartUses(plan)).peak()
 
 
+def host_peak(role: RolePlan) -> int:
+    """Return the most bytes of values that a role has in the memory of the host, in program order."""
+    table, values = role.table, role.table.values
+    if not any(category == HOST for _, category in values.kinds):
+        return 0
+    size = [n if c == HOST else 0 for n, (_, c) in zip(values.nbytes, values.kinds, strict=True)]
+    count, live, most = values.count, 0, 0
+    dying = [sum([size[v // count] for p in t.parts for v in p.frees]) for t in table.templates]
+    for index, k in enumerate(table.used):
+        live -= sum([size[v // count] for v in table.early.get(index, ())]) + dying[k]
+        live += sum([size[v // count] for v in table.made.get(index, ())])
+        most = max(most, live)
+    return most
+
+
 def _fullest(start: int, steps: Iterable[tuple[int, int, int]]) -> int:
     """Return the first instruction that reaches the peak; -1 when none holds more than the initial bytes."""
     at, most, total = -1, start, start
@@ -81,14 +96,13 @@ def _fullest(start: int, steps: Iterable[tuple[int, int, int]]) -> int:
 
 
 def with_peaks(plan: Plan) -> Plan:
-    """Return the plan with `peak_bytes`, `peak_at` and `peak_by_category` of every role filled in."""
+    """Return the plan with the fields of every role filled in that begin with `peak` and `host_peak`."""
     roles = []
     uses = PartUses(plan)
     for role in plan.roles:
         most = _Walk(role, uses).peak()
-        roles.append(
-            replace(role, peak_bytes=most.total, peak_at=most.instr, peak_by_category=most.bytes)
-        )
+        counted = replace(role, peak_bytes=most.total, peak_at=most.instr)
+        roles.append(replace(counted, peak_by_category=most.bytes, host_peak_bytes=host_peak(role)))
     return replace(plan, roles=tuple(roles))
 
 
@@ -103,7 +117,11 @@ class _Walk:
     def __init__(self, role: RolePlan, uses: PartUses) -> None:
         self.role, self.uses, self.table = role, uses, role.table
         values = self.table.values
-        self.count, self.sizes, self.kinds = values.count, values.nbytes, values.kinds
+        self.count, self.kinds = values.count, values.kinds
+        self.sizes = [
+            0 if category == HOST else nbytes
+            for nbytes, (_, category) in zip(values.nbytes, values.kinds, strict=True)
+        ]
         self.effects = [
             self.effect(t.parts) if t.stream == COMPUTE else None for t in self.table.templates
         ]

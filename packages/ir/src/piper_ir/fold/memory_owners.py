@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from piper_ir.fold.memory import peak
 from piper_ir.fold.memory_steps import steps
-from piper_ir.plan.plan import Part, Plan, RolePlan, State
+from piper_ir.plan.plan import HOST, Part, Plan, RolePlan, State
 from piper_ir.program.ops import Compute, Load, Recv, Send
 from piper_ir.tools import size_text
 
@@ -89,7 +89,8 @@ def held_at_peak(plan: Plan, role: RolePlan) -> Iterator[Held]:
     whose = origins(plan, role, alive)
     for v, nbytes in alive.items():
         name, mb = whose.get(v, (v, -1))
-        yield Held(plan.values[v].category, name, mb, nbytes, v, name)
+        if (category := plan.values[v].category) != HOST:
+            yield Held(category, name, mb, nbytes, v, name)
     if extra and running is not None:
         chunk = running.op.chunk if isinstance(running.op, Compute) else ""
         yield Held("workspace", running.node, -1, extra, running.node, chunk)
@@ -145,14 +146,14 @@ def _at_peak(plan: Plan, role: RolePlan) -> tuple[dict[str, int], int, Part | No
     """Return the bytes of each value at the fullest moment, the workspace beside them, and the part that runs."""
     most = peak(plan, role)
     states = sum(s.nbytes for s in role.states)
-    alive = {v: plan.values[v].nbytes for v in role.allocs_first}
+    alive = device_bytes(plan, role.allocs_first)
     for step in steps(plan, role):
         if step.index > most.instr:
             break
         for v in step.early:
             del alive[v]
         for use in step.uses:
-            alive |= {v: plan.values[v].nbytes for v in use.part.writes}
+            alive |= device_bytes(plan, use.part.writes)
             if step.index == most.instr and states + sum(alive.values()) + use.beside == most.total:
                 return (
                     _without(alive, use.part.frees, max(0, -use.beside)),
@@ -161,8 +162,14 @@ def _at_peak(plan: Plan, role: RolePlan) -> tuple[dict[str, int], int, Part | No
                 )
             for v in use.part.frees:
                 del alive[v]
-        alive |= {v: plan.values[v].nbytes for v in step.made}
+        alive |= device_bytes(plan, step.made)
     return alive, 0, None
+
+
+def device_bytes(plan: Plan, values: Iterable[str]) -> dict[str, int]:
+    """Return the bytes that each of some values has on the device; a value in the memory of the host has 0."""
+    found = ((v, plan.values[v]) for v in values)
+    return {v: 0 if value.category == HOST else value.nbytes for v, value in found}
 
 
 def _without(alive: dict[str, int], dying: tuple[str, ...], gone: int) -> dict[str, int]:

@@ -29,6 +29,7 @@ from piper_ir.graph.graph_parts import (
     GraphValue,
     Mbs,
     Node,
+    Offloading,
     OverlapGroup,
     Replication,
     TransferStreams,
@@ -57,6 +58,7 @@ __all__ = [
     "GraphValue",
     "Mbs",
     "Node",
+    "Offloading",
     "OverlapGroup",
     "Replication",
     "TransferStreams",
@@ -81,6 +83,7 @@ class Graph(NamedNodes, Selecting):
         exchanges: axis -> how its devices exchange values between chunks: tokens of experts, or partial sums.
         buckets: gradients that are reduced together.
         replication: chunk -> how it is replicated.
+        offloading: chunk -> which of its tensors wait for its backward in the memory of the host.
         microbatches: how many; 0 before the batch is split.
         log: the directives that were applied.
         costs: known durations, for directives that weigh layers.
@@ -102,6 +105,7 @@ class Graph(NamedNodes, Selecting):
     channels: Mapping[str, Channel] = field(default_factory=dict)
     buckets: Mapping[str, Bucket] = field(default_factory=dict)
     replication: Mapping[str, Replication] = field(default_factory=dict)
+    offloading: Mapping[str, Offloading] = field(default_factory=dict)
     microbatches: int = 0
     log: tuple[Applied, ...] = ()
     costs: Costs | None = None
@@ -176,6 +180,7 @@ class Editor:
         self.channels = dict(graph.channels)
         self.buckets = dict(graph.buckets)
         self.replication = dict(graph.replication)
+        self.offloading = dict(graph.offloading)
         self.microbatches = graph.microbatches
         self._index = dict(graph.index)
         self._entered: dict[
@@ -430,6 +435,7 @@ class Editor:
             channels=self.channels,
             buckets=self.buckets,
             replication=self.replication,
+            offloading=self.offloading,
             microbatches=self.microbatches,
             log=(*self.graph.log, applied) if applied else self.graph.log,
             index={

@@ -12,6 +12,7 @@ from piper_ir.graph.graph import (
     Graph,
     GraphValue,
     Node,
+    Offloading,
     OverlapGroup,
     Replication,
     TransferStreams,
@@ -52,6 +53,7 @@ class GraphDocument:
     log: tuple[Applied, ...] = ()
     costs: Costs | None = None
     exchanges: Mapping[str, EdgeExchange] | None = None
+    offloading: Mapping[str, Offloading] | None = None
 
 
 def to_document(graph: Graph) -> GraphDocument:
@@ -74,6 +76,7 @@ def to_document(graph: Graph) -> GraphDocument:
         graph.log,
         graph.costs,
         graph.exchanges or None,
+        graph.offloading or None,
     )
 
 
@@ -105,6 +108,7 @@ def from_document(document: GraphDocument) -> Graph:
     edit.channels = {c.id: c for c in document.channels}
     edit.buckets = {b.id: b for b in document.buckets}
     edit.replication = dict(document.replication or {})
+    edit.offloading = dict(document.offloading or {})
     edit.microbatches = document.microbatches
     return edit.done()
 

@@ -218,6 +218,24 @@ class Replication:
 
 
 @dataclass(frozen=True, slots=True)
+class Offloading:
+    """Say which tensors of a chunk wait for its backward in the memory of the host.
+
+    Attributes:
+        tensors: "saved" (by its forward for its backward), "inputs" (activations that chunks hand on and its backward
+            reads again), or "all" of these.
+        least_bytes: smaller tensors stay.
+        prefetch: how many backwards of such chunks ahead of its first reader a tensor is brought back.
+        told_by: the policy of recomputation that would make the tensors again; "" for all.
+    """
+
+    tensors: str
+    least_bytes: int
+    prefetch: int
+    told_by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class EdgeExchange:
     """Say how the devices along an axis exchange values between chunks: on which stream, and with how many SMs."""
 

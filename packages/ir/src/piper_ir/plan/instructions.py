@@ -10,15 +10,19 @@ from piper_ir.program.ops import COMM, Op
 COMPUTE = "compute"
 """The one stream of a role that computes, allocates and frees."""
 
+HOST: Literal["host"] = "host"
+"""The category of values in the memory of the host."""
+
 Category = Literal[
-    "param", "master", "grad", "optim", "buffer", "gathered", "reduced", "activation", "gradient", "batch", "scalar", "workspace"
+    "param", "master", "grad", "optim", "buffer", "gathered", "reduced", "activation", "gradient", "batch", "scalar",
+    "host", "workspace",
 ]  # fmt: skip
 """The use of memory.
 
 States are param, master, grad (buckets), optim and buffer. Values are gathered (all parameters of a bucket that is
 sharded), reduced (gradients of such a bucket on their way to the ranks that keep them), activation (outputs and saved
-tensors of F), gradient (of activations), batch and scalar. workspace is the memory of a running instruction beyond its
-values.
+tensors of F), gradient (of activations), batch and scalar. host is a copy of an activation in the memory of the host,
+which no sum of a device's bytes has. workspace is the memory of a running instruction beyond its values.
 """
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 

@@ -29,6 +29,7 @@ from piper_ir.ground.sizes import TensorSpec, bind
 from piper_ir.plan.instr_table import InstrTable, Kinds
 from piper_ir.plan.instructions import CATEGORIES as CATEGORIES
 from piper_ir.plan.instructions import COMPUTE as COMPUTE
+from piper_ir.plan.instructions import HOST as HOST
 from piper_ir.plan.instructions import Category as Category
 from piper_ir.plan.instructions import Instr as Instr
 from piper_ir.plan.instructions import Part as Part
@@ -133,6 +134,7 @@ class RolePlan:
         peak_bytes: the most bytes held in program order: states, values and workspace.
         peak_at: the instruction at which the peak is reached.
         peak_by_category: the bytes of that moment by category.
+        host_peak_bytes: the most bytes of values in the memory of the host, in program order.
     """
 
     role: str
@@ -145,6 +147,7 @@ class RolePlan:
     peak_bytes: int = 0
     peak_at: int = 0
     peak_by_category: Mapping[str, int] = field(default_factory=dict)
+    host_peak_bytes: int = 0
 
     @property
     def table(self) -> InstrTable:

@@ -58,7 +58,7 @@ class Channel:
         over: the mesh axes along which the ranks of a group differ.
         purpose: the kind of data that it carries; "tensor" for collectives inside of steps, "expert" for the tokens of
             experts on their way to them and back, "terms" for values between chunks that are partial sums on the
-            devices that share the chunks.
+            devices that share the chunks, "host" for copies to the memory of the host and back.
         sms: the SMs that communication on each of these streams takes from compute, if a strategy says so; 0 when copy
             engines move it. Only simulations read it.
     """
@@ -79,6 +79,7 @@ class Channel:
         "tensor",
         "expert",
         "terms",
+        "host",
     ] = "activation"
     sms: tuple[int | None, ...] = ()
 

@@ -10,6 +10,8 @@ broadcast.
 
 from __future__ import annotations
 
+from collections import ChainMap
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,7 +20,7 @@ from piper_ir.ground.sizes import Dim, TensorSpec
 
 Extent = Literal["whole", "part"]
 Combination = Literal["sum", "blocks", "first", "previous"]
-Pattern = Literal["ring", "pairs", "next"]
+Pattern = Literal["ring", "pairs", "next", "host"]
 
 
 SUMMED_DTYPES = (
@@ -50,7 +52,8 @@ class Law:
             order of ranks. "first": the input of the first member. "previous": the input of the member before it, and
             for the first member that of the last. If a part is written, it is the member's own block of that.
         route: how it travels. "ring": everything passes by every member. "pairs": each member sends a block to each
-            other one. "next": each member sends all of it to the one behind it, and the last one to the first.
+            other one. "next": each member sends all of it to the one behind it, and the last one to the first. "host":
+            a member alone copies it between its device's memory and the host's.
         rounds: how often the whole tensor goes around a ring, so that rounds * (n - 1) / n of its bytes leave each
             member (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009). It is 1 for other routes.
         state: the state of a bucket on which it may work, instead of on values: its parameters or its gradients.
@@ -80,6 +83,8 @@ class Law:
 
     def wire(self, n: int) -> float:
         """Return the bytes that leave each of n members, per byte of the message."""
+        if self.route == "host":
+            return 1.0
         if self.route == "next":
             return float(n > 1)
         return self.rounds * (n - 1) / n
@@ -119,10 +124,18 @@ COLLECTIVES: dict[str, Law] = {
     "shift": Law("Shift", "whole", "whole", "previous", route="next"),
 }
 """The law of each kind of collective; costs and cluster files know a collective by its kind, too."""
+TO_HOST, FROM_HOST = "to_host", "from_host"
+HOST_COPIES: dict[str, Law] = {
+    TO_HOST: Law("ToHost", "whole", "whole", "first", route="host"),
+    FROM_HOST: Law("FromHost", "whole", "whole", "first", route="host"),
+}
+"""The law of copies to the memory of the host and back: collectives of one rank, which every executor runs alike."""
+LAWS: Mapping[str, Law] = ChainMap(HOST_COPIES, COLLECTIVES)
+"""The law of each kind in either table."""
 
 
 def law_of(kind: str) -> Law:
     """Return the law of a kind of collective; raise PlanError when there is none."""
-    if kind not in COLLECTIVES:
-        raise PlanError(f"there is no collective {kind!r}; known are {', '.join(COLLECTIVES)}")
-    return COLLECTIVES[kind]
+    if kind not in LAWS:
+        raise PlanError(f"there is no collective {kind!r}; known are {', '.join(LAWS)}")
+    return LAWS[kind]

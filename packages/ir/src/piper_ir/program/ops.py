@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from piper_ir.program.collectives import COLLECTIVES, Law, law_of
+from piper_ir.program.collectives import LAWS, Law, law_of
+
+KernelSource = Literal["eager", "inductor"]
+"""The source of a step's kernels: torch, operation by operation, or Inductor for groups of operations."""
 
 KEEP_ALL = "all"
 """The policy without recomputation: F keeps every tensor that backward needs."""
@@ -193,7 +196,7 @@ COMM = (Send, Recv, Collective)
 def op_name(op: Op) -> str:
     """Return an op's name in plans and messages: its class, or its collective's name (its kind if unknown)."""
     if isinstance(op, Collective):
-        return op.law.name if op.kind in COLLECTIVES else op.kind
+        return op.law.name if op.kind in LAWS else op.kind
     return type(op).__name__
 
 

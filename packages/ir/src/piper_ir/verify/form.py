@@ -13,7 +13,7 @@ from typing import assert_never
 from piper_ir.ground.sizes import ITEM_BYTES, bind
 from piper_ir.plan.plan import COMPUTE, Category, Channel, Instr, Plan, RolePlan, Values
 from piper_ir.plan.plan_bytes import flat_bytes
-from piper_ir.program.collectives import COLLECTIVES
+from piper_ir.program.collectives import LAWS
 from piper_ir.program.ops import (
     COMM,
     KEEP_ALL,
@@ -312,7 +312,7 @@ class _Names:
             "batch tensor": {b.name for b in plan.batch},
             "channel": plan._channels,
             "bucket": plan._buckets,
-            "collective": COLLECTIVES,
+            "collective": LAWS,
         }
         self._known: dict[
             int, Op
@@ -338,7 +338,7 @@ class _Names:
 
     def _unknown_in_op(self, op: Op) -> list[str]:
         unknown = [(kind, n) for kind, n in _names_in(op) if n not in self._tables[kind]]
-        known = f" (known are {', '.join(COLLECTIVES)})"
+        known = f" (known are {', '.join(LAWS)})"
         return [f"{kind} {n}{known if kind == 'collective' else ''}" for kind, n in unknown]
 
 

@@ -11,6 +11,7 @@ from piper_ir.fold.part_memory import value_ports
 from piper_ir.plan.plan import Part, Plan, RolePlan
 from piper_ir.program.ops import Collective, Compute
 from piper_ir.program.program import Chunk
+from piper_ir.verify.host import brought_back
 from piper_ir.verify.rules import Findings, part_name
 
 RULE = "R33-recompute"
@@ -35,8 +36,9 @@ def check_recomputation(findings: Findings) -> None:
             elif op.step == "R":
                 again.update(part.writes)
         again |= {v for part in _exchanges(plan) if part.reads[0] in again for v in part.writes}
+        back = brought_back(plan)
         for role, index, part in _computing(plan):
-            _check_part(findings, (role, index, part), forwards, again)
+            _check_part(findings, (role, index, part), forwards, again, back)
 
 
 def _table_problems(plan: Plan, variant: Chunk) -> Iterator[str]:
@@ -90,8 +92,12 @@ def _check_part(
     placed: _Placed,
     forwards: Mapping[tuple[str, int], _Placed],
     again: Collection[str],
+    back: Mapping[str, str],
 ) -> None:
-    """Check that a part follows the policy of its forward, and that R reads the inputs of the forward."""
+    """Check that a part follows the policy of its forward, and that R reads the inputs of the forward.
+
+    `again` are values that R makes again, and `back` the originals of values that come back from the host.
+    """
     role, index, part = placed
     op = part.op
     assert isinstance(op, Compute)
@@ -109,6 +115,7 @@ def _check_part(
     elif op.step == "R":
         read, forward_reads = _inputs(findings.plan, part), _inputs(findings.plan, forward)
         for port, value in read.items():
+            value = back.get(value, value)
             if forward_reads.get(port, value) != value and value not in again:
                 message = f"{part_name(part)} reads {value} as {port}; its forward read {forward_reads[port]}"
                 findings.add(RULE, message, role, index)

@@ -45,7 +45,7 @@ RULES: dict[str, str] = {
     "R19-deadlock": "the plan runs to its end: streams in order, waits, rendezvous, one issuing thread per role "
     "that computes",
     "R20-issue-order": "the plan also runs to its end with each rank's communications one by one in program order, "
-    "as on NCCL",
+    "as on NCCL; copies to the host and back are apart",
     # training
     "R21-steps": "each non-empty F, I, W of a chunk runs once per microbatch on one role, in this order; buffers "
     "change in order",
@@ -82,8 +82,11 @@ RULES: dict[str, str] = {
     "R37-experts": "devices with different experts have rows of their own; chunks of experts alone have parts of "
     "parameters there, and tokens go to them and back by an all-to-all among just those devices of "
     "a role",
+    # memory of the host
+    "R38-host": "a value of the host is written by ToHost alone and read by FromHost alone, which brings it back, each "
+    "by one rank; nothing that computes reads the original after its copy, in program order",
     # memory
-    "R28-peak": "peak_bytes, peak_at and peak_by_category are those of a scan in program order",
+    "R28-peak": "peak_bytes, peak_at, peak_by_category and host_peak_bytes are those of a scan in program order",
 }
 """The promise of each rule, by its name. Later groups are checked only when the earlier ones hold."""
 

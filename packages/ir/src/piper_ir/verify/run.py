@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from piper_ir.ground.sizes import TensorSpec
 from piper_ir.plan.plan import COMPUTE, Channel, Instr, Part, Plan, RolePlan
+from piper_ir.program.collectives import HOST_COPIES
 from piper_ir.program.ops import COMM, Collective, op_name
 from piper_ir.verify.rules import Findings, Violation, instr_title
 
@@ -136,6 +137,12 @@ def run(findings: Findings, events: Events) -> list[int]:
     return order if serial else []
 
 
+def copies_to_host(instr: Instr) -> bool:
+    """Return whether an instruction copies to the memory of the host or back, which meets no other rank."""
+    op = instr.parts[0].op
+    return isinstance(op, Collective) and op.kind in HOST_COPIES
+
+
 def _conditions(events: Events, serial: bool) -> Iterator[tuple[int, list[_Reason]]]:
     """Yield each instruction with the instructions that must be done before it starts, and why."""
     number = 0
@@ -149,9 +156,10 @@ def _conditions(events: Events, serial: bool) -> Iterator[tuple[int, list[_Reaso
             if instr.stream != COMPUTE:
                 if streams[COMPUTE]:
                     before.append((streams[COMPUTE][-1], "is issued after"))
-                if serial and issued >= 0:
-                    before.append((issued, "is issued after"))
-                issued = number
+                if serial and not copies_to_host(instr):
+                    if issued >= 0:
+                        before.append((issued, "is issued after"))
+                    issued = number
             yield number, before
             own.append(number)
             number += 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from piper_ir.fold.memory import peak
+from piper_ir.fold.memory import host_peak, peak
 from piper_ir.ground.errors import PlanError
 from piper_ir.plan.plan import Plan
 from piper_ir.tools import no_garbage_collection
@@ -16,6 +16,7 @@ from piper_ir.verify.dataflow import check_dataflow
 from piper_ir.verify.experts import check_experts
 from piper_ir.verify.form import check_instructions, check_tables
 from piper_ir.verify.happens_before import HappensBefore
+from piper_ir.verify.host import check_host
 from piper_ir.verify.recomputation import check_recomputation
 from piper_ir.verify.reductions import check_reductions
 from piper_ir.verify.rules import RULES, Findings, Violation
@@ -90,6 +91,7 @@ def _check_use(findings: Findings) -> None:
     """Check R11 to R27 and R29 to R33."""
     orders = {role.role: HappensBefore(role) for role in findings.plan.roles}
     check_values(findings, orders)
+    check_host(findings)
     met = meetings(findings)
     if findings.violations:
         return
@@ -125,3 +127,6 @@ def _check_memory(findings: Findings) -> None:
                 if s != f
             ]
             findings.add("R28-peak", f"the plan states a peak of {'; '.join(wrong)}", role)
+        if role.host_peak_bytes != (most := host_peak(role)):
+            stated_there = f"the plan states {role.host_peak_bytes} bytes on the host"
+            findings.add("R28-peak", f"{stated_there}, and the scan gives {most}", role)

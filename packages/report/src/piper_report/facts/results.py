@@ -44,13 +44,17 @@ FILES = {
 
 @dataclass(frozen=True)
 class RankPrediction:
-    """Hold the prediction for one rank, in seconds and bytes; `limit_bytes` is its device's memory."""
+    """Hold the prediction for one rank, in seconds and bytes.
+
+    `limit_bytes` is its device's memory, `host_bytes` the most bytes that it has in its host's memory.
+    """
 
     bubble_s: float
     peak_bytes: int
     device_bytes: int
     peak_by_category: Mapping[str, int] = field(default_factory=dict)
     limit_bytes: int | None = None
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,7 @@ class Predicted:
     peak_bytes: int
     device_bytes: int
     inside_comm_s: float = 0.0
+    host_bytes: int = 0
     load: PredictedLoad | None = None
     memory: Mapping[str, int] = field(default_factory=dict)
     oom: Oom | None = None

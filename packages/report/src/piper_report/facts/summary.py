@@ -17,6 +17,7 @@ FIRST_STEP = "first step, alone"
 WAITING = "waiting for the batch"
 MFU, HFU = "model FLOP utilisation", "hardware FLOP utilisation"
 INSIDE = "communication in steps"
+ON_HOST = "tensors on the fullest host"
 WARM_UP = "the measured first step is with all warm-up, which is not predicted: no error is shown"
 COUNTED = {
     MFU: "model FLOPs: 6 N + 12 L h s per token, causal attention in full",
@@ -102,6 +103,7 @@ def prediction_table(prediction: Prediction, *, title: str) -> Table:
         ("peak memory, allocated", size_text(s.get("allocated_bytes") or s["peak_bytes"])),
         *([("peak memory, reserved", size_text(s["reserved_bytes"]))] if s.get("interval") else []),
         ("peak memory, device", size_text(s["device_bytes"])),
+        *([(ON_HOST, size_text(s["host_bytes"]))] if s.get("host_bytes") else []),
         *_load(s),
         ("durations from", sources(s["sources"])),
     )

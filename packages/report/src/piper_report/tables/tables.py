@@ -21,6 +21,7 @@ from piper_report.facts.summary import (
     HFU,
     INSIDE,
     MFU,
+    ON_HOST,
     WAITING,
     WARM_UP,
     Table,
@@ -112,6 +113,7 @@ def headline(results: Results) -> Sheet:
         ("bubble, span", "s", time_text, predicted("span_bubble_s"), _worst(gaps, "span_bubble")),
         ("peak memory, allocated", "B", size_text, predicted("peak_bytes"), most),
         ("peak memory, device", "B", size_text, predicted("device_bytes"), None),
+        (ON_HOST, "B", size_text, predicted("host_bytes") or None, None),
     ]  # fmt: skip
     shown = [r for r in rows if r[3] is not None or r[4] is not None]
     errors = [None if r[0] == FIRST_STEP else error_of(r[3], r[4]) for r in shown]

@@ -303,6 +303,8 @@ def _transfer(heads: list[BoundInstr], ends: list[tuple[torch.Tensor, torch.Tens
     if law is None:
         got[1].copy_(operands[0])
         return
+    if law.route == "host":  # the operand is the copy; on a CUDA device it may be under way
+        return
     results = collected(law, operands)
     if law.spoils:  # before the results, which may stand in the spoiled operands
         _spoil(operands)

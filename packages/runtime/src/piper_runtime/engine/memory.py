@@ -37,12 +37,14 @@ class MemoryRecord:
         peak_at: the first instruction that reached it; -1: before the first one.
         states: bytes of states, which live always.
         points: one per compute instruction, in order.
+        host: the most bytes of values that were in the memory of the host.
     """
 
     peak: int
     peak_at: int
     states: int
     points: tuple[MemoryPoint, ...]
+    host: int = 0
 
 
 class MemoryCounter(TorchDispatchMode):

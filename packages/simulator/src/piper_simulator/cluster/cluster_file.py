@@ -74,6 +74,7 @@ _DEVICE = (
     )  # a what-if may raise one above 1, a file may not
 )
 _LINKS, _NETWORK = checks_of(Links), checks_of(Network)
+_LINK_KINDS = ("intra", "inter", "host")
 
 
 def _keys(prefix: str) -> dict[str, Check]:
@@ -89,8 +90,15 @@ _INTRA, _INTER = (
     {key: _keys(f"{which}_")[key] for key in ("kind", "bandwidth", "latency")}
     for which in ("intra", "inter")
 )
+_HOST = _keys("host_")
 _COUNTS = {"count": COUNT, "devices": COUNT}
-_OF_NODES = table({"intra": table(_INTRA), "inter": table(_INTER | {"nics_per_node": COUNT})})
+_OF_NODES = table(
+    {
+        "intra": table(_INTRA),
+        "inter": table(_INTER | {"nics_per_node": COUNT}),
+        "host": table(_HOST),
+    }
+)
 SCHEMA = table(
     {
         **dict.fromkeys(("name", "notes", "stack"), TEXT),
@@ -104,6 +112,7 @@ SCHEMA = table(
         "links": table(
             {
                 "intra": table(_INTRA),
+                "host": table(_HOST),
                 "inter": table(
                     _INTER
                     | {"nics_per_node": COUNT}
@@ -184,7 +193,7 @@ def _runs(
             raise at.error("device is missing, here or for the whole file")
         links = {
             which: found.get("links", {}).get(which, {}) | run.get("links", {}).get(which, {})
-            for which in ("intra", "inter")
+            for which in _LINK_KINDS
         }
         one = (
             found
@@ -289,9 +298,9 @@ def _links(
     links = found.get("links", {})
     settings = {
         f"{which}_{k}": v
-        for which in ("intra", "inter")
+        for which in _LINK_KINDS
         for k, v in links.get(which, {}).items()
-        if k in _INTRA
+        if k in _INTRA or which == "host"
     }
     inter, at = links.get("inter", {}), where.at("links").at("inter")
     nics = inter.get("nics_per_node", per_node)

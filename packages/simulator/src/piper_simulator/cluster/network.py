@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Literal
 
-from piper_ir.program.collectives import COLLECTIVES
+from piper_ir.program.collectives import LAWS
 from piper_ir.program.costs import CommDuration, Costs
 from piper_simulator.cluster.checks import (
     Count,
@@ -19,7 +19,7 @@ from piper_simulator.cluster.checks import (
 )
 from piper_simulator.cluster.nccl import Nccl
 
-OPS: tuple[str, ...] = ("p2p", *COLLECTIVES)
+OPS: tuple[str, ...] = ("p2p", *LAWS)
 """The names of messages in tables and formulas: transfers, and the kinds of collectives."""
 
 INTRA = ("nvswitch", "nvlink", "pcie", "host")
@@ -50,6 +50,10 @@ class Links:
         communication: the model of messages that no table has, see `piper_simulator.durations.communication`.
         nccl: constants of the model of that name.
         messages: the table of measured messages.
+        host_bandwidth: reached bytes/s per device and direction between it and the memory of its host.
+        host_latency: seconds before the first byte of such a copy moves.
+        host_memory_bandwidth: bytes/s that the memory of a node reads and writes for the copies of all its devices.
+        host_memory_bytes: the memory of a node for tensors of its devices; 0 if unknown.
     """
 
     intra_bandwidth: Positive
@@ -61,6 +65,10 @@ class Links:
     communication: Literal["ring", "nccl"] = "ring"
     nccl: Nccl = field(default_factory=Nccl)
     messages: tuple[CommDuration, ...] = ()
+    host_bandwidth: Positive = 25e9
+    host_latency: NotNegative = 10e-6
+    host_memory_bandwidth: Positive = 200e9
+    host_memory_bytes: Index = 0
 
     def __post_init__(self) -> None:
         check_fields(self, "links")

@@ -18,6 +18,9 @@ changes rails; with one rail that is all traffic, and the NIC carries no more. T
 `piper_simulator.durations.communication` says, apart from latency. A role stands for its ranks: the instances of a
 channel run at the same time, and a resource counts all of them that pass through it.
 
+Copies between devices and the host pass through a link of their own per device, and through the memory of their node,
+which reads or writes each byte once, for all devices of the node together.
+
 Compute loses SMs and memory bandwidth to messages. f_sm is 0.15 of the SMs beside NVLink and 0.02 beside a NIC
 (`processor_usage` in the systems of Calculon, https://github.com/calculon-ai/calculon), or the SMs that `stream(...,
 sms=)` names. f_memory is the bytes that the message reads and writes on a rank, per second, over the memory's
@@ -39,7 +42,7 @@ from typing import TypeVar, assert_never
 from piper_ir.fold.timing import Prepared
 from piper_ir.ground.errors import ClusterError
 from piper_ir.plan.plan import Channel, Plan
-from piper_ir.program.collectives import law_of
+from piper_ir.program.collectives import TO_HOST, law_of
 from piper_ir.program.ops import COMM, Op, message_op
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.contention.rates import Flow
@@ -93,6 +96,10 @@ class Wiring:
     def _capacity(self, what: str, node: int, far: int) -> float:
         """Return the bytes/s of one of a node's ports or NICs, which are all alike."""
         links, network = self.cluster.links_of(node * self.cluster.per_node), self.cluster.network
+        if what.startswith("host link"):
+            return links.host_bandwidth
+        if what.startswith("host"):
+            return links.host_memory_bandwidth
         if what.startswith("port"):
             return links.intra_bandwidth / self.factors.get((node, node), 1.0)
         through_spine = network.rails == 1 or "spine" in what
@@ -100,8 +107,11 @@ class Wiring:
         return bandwidth / self.factors[node, far] if far >= 0 else bandwidth
 
     def node_of(self, resource: Resource) -> int:
-        return resource[1] // (
-            self.cluster.per_node if resource[0].startswith("port") else self.nics
+        what, number, _ = resource
+        if what.startswith("host memory"):
+            return number
+        return number // (
+            self.cluster.per_node if what.startswith(("port", "host link")) else self.nics
         )
 
     def kind_of(self, resource: Resource) -> int:
@@ -335,6 +345,10 @@ def route(op: str, groups: Sequence[Sequence[int]], wires: Wiring) -> Route:
             return _through(
                 Route(law.wire(n), 2), [_to_next(members, wires) for members in groups], wires
             )
+        case "host":
+            return _through(
+                Route(law.wire(n), 1), [_to_host(op, ranks, wires) for ranks in groups], wires
+            )
         case _:
             assert_never(law.route)
 
@@ -363,6 +377,16 @@ def _to_next(members: Sequence[int], wires: Wiring) -> dict[Resource, float]:
         for resource, times in passes(wires, (members[k - 1], members[k]), p2p=True).items():
             times_by_resource[resource] = times_by_resource.get(resource, 0.0) + times
     return times_by_resource
+
+
+def _to_host(op: str, members: Sequence[int], wires: Wiring) -> dict[Resource, float]:
+    """Return how often the bytes of a rank's copy between device and host pass through each resource."""
+    (rank,) = members
+    direction = "out" if op == TO_HOST else "in"
+    return {
+        (f"host link {direction}", rank, -1): 1.0,
+        ("host memory", wires.cluster.node_of(rank), -1): 1.0,
+    }
 
 
 def passes(wires: Wiring, members: Sequence[int], p2p: bool) -> dict[Resource, float]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from piper_ir.program.collectives import law_of
+from piper_ir.program.collectives import HOST_COPIES, law_of
 from piper_ir.program.costs import Duration
 from piper_simulator.cluster import nccl
 from piper_simulator.cluster.cluster import Cluster
@@ -131,6 +131,8 @@ def by_formula(cluster: Cluster, op: str, nbytes: float, of: RankGroup) -> float
 
 
 def _of_kind(network: Network, links: Links, op: str, nbytes: float, of: RankGroup) -> float:
+    if op in HOST_COPIES:
+        return links.host_latency + nbytes / links.host_bandwidth
     if of.ranks == 1:
         return 0.0
     if op == "p2p":
@@ -149,6 +151,8 @@ def _of_kind(network: Network, links: Links, op: str, nbytes: float, of: RankGro
             return nccl.seconds(links.nccl, op, nbytes, ranks)
         case "ring":
             return _ring(network, links, law.rounds, nbytes, of)
+        case "host":
+            raise AssertionError("copies to the host are timed above")
         case _:
             assert_never(law.route)
 

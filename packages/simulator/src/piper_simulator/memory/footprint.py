@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from piper_ir.fold.memory_owners import Held, held_at_peak
 from piper_ir.plan.plan import Plan, RolePlan
-from piper_ir.program.ops import Compute
+from piper_ir.program.collectives import HOST_COPIES
+from piper_ir.program.ops import COMM, Compute, message_op
 from piper_simulator.memory.device_memory import DeviceMemory
 
 LINES = (
@@ -69,8 +70,14 @@ def footprint(plan: Plan, role: RolePlan, device: DeviceMemory) -> dict[str, int
 
 
 def _received(role: RolePlan) -> set[str]:
-    """Return the values that a communication writes."""
-    return {v for i in role.program if i.comm for p in i.parts for v in p.writes}
+    """Return the values that a communication writes, but for tensors that come back from the host."""
+    return {
+        v
+        for i in role.program
+        for p in i.parts
+        if isinstance(p.op, COMM) and message_op(p.op) not in HOST_COPIES
+        for v in p.writes
+    }
 
 
 def _recomputed(role: RolePlan) -> set[str]:

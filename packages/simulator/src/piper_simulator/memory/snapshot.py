@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from piper_ir.fold.memory_owners import device_bytes
 from piper_ir.fold.memory_steps import MemoryStep, PartUse, steps
 from piper_ir.plan.plan import Part, Plan, RolePlan
 from piper_simulator.memory.caching_allocator import CachedBlock, CachingAllocator
@@ -82,7 +83,8 @@ class _Log:
 
     def value(self, plan: Plan, value: str, instr: str, index: int) -> None:
         value_kind = plan.values[value]
-        self.allocate(value, value_kind.nbytes, value_kind.category, instr, index)
+        nbytes = device_bytes(plan, (value,))[value]
+        self.allocate(value, nbytes, value_kind.category, instr, index)
 
     def allocate(self, name: str, nbytes: int, category: str, instr: str, index: int) -> None:
         """Allocate bytes for a name, unless there are none."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from piper_compiler.durations import BoundChunks, collective_bytes
-from piper_compiler.passes.steps.residency import HeldValues
+from piper_compiler.passes.steps.adder import HeldValues
+from piper_compiler.passes.steps.offloading import moved
 from piper_compiler.ports import (
     BACKWARD,
     kept,
@@ -26,7 +27,7 @@ from piper_ir.graph.graph import Graph, Node
 from piper_ir.ground.node_ids import compute_id
 from piper_ir.ground.sizes import TensorSpec, bind
 from piper_ir.plan.instr_table import PartTemplate, ValueTable
-from piper_ir.plan.plan import Category, is_state
+from piper_ir.plan.plan import HOST, Category, is_state
 from piper_ir.program.ops import Collective, Compute, Load, Seed, Update
 from piper_ir.program.program import Chunk
 from piper_ir.program.program import Step as ChunkStep
@@ -99,8 +100,8 @@ class PartMaker:
         ] = {}  # by the id of a spec of the graph, which layers share
         self.shapes: dict[tuple[object, ...], _Shape] = {}  # by the key that equal layers share
         self.made: dict[
-            int, list[Made]
-        ] = {}  # by the identity of a node, whose parts differ in the values that they hold
+            tuple[int, HeldValues], list[Made]
+        ] = {}  # by the identity of a node, whose parts differ in the values that they hold, and its offloaded tensors
         self.needed: dict[
             tuple[str, str], frozenset[tuple[str, str]]
         ] = {}  # by variant and step, see `_needs`
@@ -130,10 +131,11 @@ class PartMaker:
         """Return the parts of a node, each with the values among `held` that it uses."""
         if isinstance(node.op, Compute):
             if not held:
-                return self._compute(node, node.op)
-            if id(node) not in self.made:
-                self.made[id(node)] = self._compute(node, node.op)
-            return [self._holding(entry, held) for entry in self.made[id(node)]]
+                return self._compute(node, node.op, {})
+            key = id(node), tuple(entry for entry in held if entry[0] == HOST)
+            if key not in self.made:
+                self.made[key] = self._compute(node, node.op, moved(held))
+            return [self._holding(entry, held) for entry in self.made[key]]
         if node.mbs is None:
             reads = [self._value(v) + max(mb, 0) for v, mb in self.graph.reads_at(node, -1)]
         else:
@@ -178,11 +180,14 @@ class PartMaker:
     def transfer_seconds(self, node: Node, part: PartTemplate) -> float:
         """Return the canonical seconds of a communication."""
         if isinstance(node.op, Collective):
-            return self.seconds.collective(collective_bytes(self.graph, node, node.op, self.rows))
+            nbytes = collective_bytes(self.graph, node, node.op, self.rows)
+            host = node.op.law.route == "host"
+            return self.seconds.host_copy(nbytes) if host else self.seconds.collective(nbytes)
         spec, _ = self.kinds[(*part.reads, *part.writes)[0] // self.count]
         return self.seconds.transfer(bind(spec.nbytes, 0))
 
-    def _compute(self, node: Node, op: Compute) -> list[Made]:
+    def _compute(self, node: Node, op: Compute, away: Mapping[str, str]) -> list[Made]:
+        """Return the parts of a node; `away` has its tensors that wait on the host (see `moved`)."""
         chunk = self.chunks[op.variant]
         key = (
             op.step,
@@ -195,13 +200,14 @@ class PartMaker:
         if shape is None:
             shape = self.shapes[key] = _shape(chunk, op)
         numbers = [
-            *[self._read(v, node.role) for v in node.reads],
+            *[self._read(away.get(v, v), node.role) for v in node.reads],
             *[self._value(v) for v in node.writes],
         ]
-        ids = [*numbers, *[self._place(f"{chunk.id}:{port}", "", None) for port in shape.own]]
+        own_values = [f"{chunk.id}:{port}" for port in shape.own]
+        ids = [*numbers, *[self._own(v, away.get(v, v)) for v in own_values]]
         for number, kind in zip(shape.made(ids), shape.kinds, strict=True):
             self.kinds[number // self.count] = kind
-        own = set(ids[len(numbers) :])
+        own = {i for i, v in zip(ids[len(numbers) :], own_values, strict=True) if v not in away}
         parts = []
         for step, read, written, dying in shape.steps:
             part = PartTemplate(
@@ -219,8 +225,13 @@ class PartMaker:
             )
         return parts
 
+    def _own(self, value: str, now: str) -> int:
+        """Return the number of a value that stays in its chunk, or of its copy `now`."""
+        return self._place(value, "", None) if now == value else self._value(now)
+
     def _read(self, value: str, role: str) -> int:
-        return self._value(value) if value in self.graph.writers else self._source(value, role)
+        known = value in self.graph.writers or value in self.places
+        return self._value(value) if known else self._source(value, role)
 
     def _source(self, value: str, role: str) -> int:
         graph_value = self.graph.values[value]

@@ -6,6 +6,9 @@ communication, are projections of one order, as NCCL needs (R20-issue-order of `
 - a send or a collective comes right after the compute that it needs;
 - a receive comes `recv_ahead` compute instructions before its first reader, or as early as possible without bytes;
 - neither comes so late that the communication after it would be late.
+
+Copies to the memory of the host and back meet no other rank, so they stand apart from that order: right after the
+compute that they need.
 """
 
 from __future__ import annotations
@@ -65,11 +68,21 @@ def positions(
     latest = np.where(receive, reader, np.where(patient, NEVER, need))
 
     counts = np.bincount(c.role[nodes], minlength=len(graph.roles))
-    for mine in _slices(counts):
+    apart = c.each(_copies(n) for n in deps.nodes)[nodes] > 0
+    for run in _slices(counts):
+        mine = np.flatnonzero(~apart[run]) + run.start
         bound = np.minimum.accumulate(latest[mine][::-1])[::-1]
         asked = np.where(receive[mine], np.minimum(wanted[mine], bound), wanted[mine])
         wanted[mine] = np.maximum.accumulate(asked)
+    if apart.any():
+        order = np.lexsort((np.arange(len(nodes)), wanted, c.role[nodes]))
+        nodes, wanted = nodes[order], wanted[order]
     return Positions(nodes, wanted, counts)
+
+
+def _copies(node: Node) -> bool:
+    """Return whether a node copies to the memory of the host or back."""
+    return isinstance(node.op, Collective) and node.op.law.route == "host"
 
 
 def _urgent(graph: Graph, node: Node, op: Collective) -> bool:

@@ -59,10 +59,18 @@ class Releases:
     waits: WaitEdges
 
 
-def releases(draft: Draft, uses: Uses, times: Times, buffers: tuple[Ints, Ints]) -> Releases:
+def releases(
+    draft: Draft,
+    uses: Uses,
+    times: Times,
+    buffers: tuple[Ints, Ints],
+    returns: tuple[Ints, Ints],
+) -> Releases:
     """Return the frees of all roles and the waits that they need, given the times of a run without frees.
 
-    `buffers` are the values for gradients that will be scattered, and the instruction that makes each.
+    `buffers` are the values for gradients that will be scattered, and the instruction that makes each. `returns` are
+    the values that wait on the host, and the instruction that takes memory for each again: it has freed it by then,
+    however long the copy takes.
     """
     last, first = np.full(uses.values, -1), np.full(uses.values, -1)
     last[uses.value] = uses.part  # of an index that is there twice, the last assignment counts
@@ -79,6 +87,10 @@ def releases(draft: Draft, uses: Uses, times: Times, buffers: tuple[Ints, Ints])
     latest = uses.sender[by_value][starts + many - 1]
     dies = _first_after(draft, np.array(times.start), ends, latest)
     dies = np.minimum(dies, _bounded(draft, sent, latest, *buffers))
+    returned = np.searchsorted(sent, returns[0])
+    again = np.full(len(sent), np.iinfo(np.int64).max)
+    again[returned] = returns[1]
+    dies = np.where(again > latest, np.minimum(dies, again), dies)
     part = last[sent]
     own = np.where(part >= 0, uses.instr[part], -1)  # the instruction that uses it last
     kept: Flags = own >= dies

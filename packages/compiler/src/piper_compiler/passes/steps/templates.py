@@ -12,16 +12,17 @@ from itertools import pairwise
 
 import numpy as np
 
+from piper_compiler.passes.steps.adder import HeldValues, Scheduled
 from piper_compiler.passes.steps.arrays import Flags, Ints, int_array, run_starts
 from piper_compiler.passes.steps.draft import Draft
 from piper_compiler.passes.steps.parts import Made, PartMaker
 from piper_compiler.passes.steps.release import Releases, Uses
-from piper_compiler.passes.steps.residency import HeldValues, Scheduled
 from piper_compiler.passes.steps.waits import LazyWaits
 from piper_ir.fold.timing import Prepared, sweep
 from piper_ir.plan.instr_table import InstrTable, InstrTemplate, PartTemplate
 from piper_ir.plan.plan import COMPUTE
-from piper_ir.program.ops import Fresh
+from piper_ir.program.collectives import HOST_COPIES, TO_HOST
+from piper_ir.program.ops import Collective, Fresh
 
 _Like = int | tuple[int, HeldValues]
 """A node, with the values that it holds in place of states, if any."""
@@ -262,6 +263,29 @@ class Drafted:
             carried[sending],
             by[sending] // far,
         )
+
+    def returns(self) -> tuple[Ints, Ints]:
+        """Return the tensors that wait on the host, and the compute after which the memory of each is taken again."""
+        values, copies, sources, backs = (
+            [int_array(())],
+            [int_array(())],
+            [int_array(())],
+            [int_array(())],
+        )
+        for template, instrs in self.instrs:
+            op = template.made[0].part.op
+            if not isinstance(op, Collective) or op.kind not in HOST_COPIES:
+                continue
+            made, mbs = template.made[0], self.mb[instrs]
+            if op.kind == TO_HOST:
+                values.append(made.reads[0] + mbs)
+                copies.append(made.writes[0] + mbs)
+            else:
+                sources.append(made.reads[0] + mbs)
+                backs.append(self.draft.compute[np.searchsorted(self.draft.compute, instrs) - 1])
+        value, copy, source, back = map(np.concatenate, (values, copies, sources, backs))
+        by_source = np.argsort(source)
+        return value, back[by_source][np.searchsorted(source[by_source], copy)]
 
     def buffers(self) -> tuple[Ints, Ints]:
         """Return the buffers for gradients that will be scattered, and the instruction that makes each."""

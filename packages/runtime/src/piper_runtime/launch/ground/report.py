@@ -192,7 +192,7 @@ class RankReport:
         self.spans = list(spans)
         self.waits = list(rank.feed.waits)
         if counter is not None:
-            self.memory = counter.record()
+            self.memory = replace(counter.record(), host=rank.host.peak)
 
 
 class Interrupted(KeyboardInterrupt):

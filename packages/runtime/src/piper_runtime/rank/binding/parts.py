@@ -12,7 +12,7 @@ from typing import Any, assert_never
 import torch
 
 from piper_ir.ground.expert_tokens import counts_tokens
-from piper_ir.plan.plan import Part, is_state
+from piper_ir.plan.plan import HOST, Part, is_state
 from piper_ir.program.ops import (
     Add,
     Collective,
@@ -93,7 +93,8 @@ def bind_operand(part: Part, rank: RankState) -> Operand:
             return lambda: flat
         case Collective() as op if op.law.in_place:
             source, target = part.reads[0], part.writes[0]
-            return lambda: values[target].copy_(values[source])
+            beside = op.law.route == "host"  # the stream orders it, and the host goes on
+            return lambda: values[target].copy_(values[source], non_blocking=beside)
         case Collective():
             source = part.reads[0]
             return lambda: values[source]
@@ -132,9 +133,23 @@ def bind_alloc(value: str, rank: RankState) -> Thunk:
     """Return the closure that makes a buffer for a value that communication will write."""
     values, device = rank.store.values, rank.device
     shape, dtype = empty_value(rank.plan, value)
+    if rank.plan.kinds[value][1] == HOST:
+        return _alloc_on_host(value, rank)
 
     def alloc() -> None:
         values[value] = torch.empty(shape, dtype=dtype, device=device)
+
+    return alloc
+
+
+def _alloc_on_host(value: str, rank: RankState) -> Thunk:
+    """Return the closure that makes a buffer for a value in the memory of the host."""
+    values, host = rank.store.values, rank.host
+    shape, dtype = empty_value(rank.plan, value)
+
+    def alloc() -> None:
+        with rank.untracked():
+            values[value] = host.take(shape, dtype)
 
     return alloc
 

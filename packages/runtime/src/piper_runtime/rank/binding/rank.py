@@ -142,6 +142,7 @@ class Rank(RankState):
     def begin(self, step: int) -> None:
         """Start a step: drop the leftovers of the last one, and make the first receive buffers."""
         self.step = step
+        self.host.begin()
         with self.untracked():
             self.feed.begin(step)
         self.buffer_mb.clear()

@@ -25,6 +25,7 @@ from piper_runtime.rank.job.loss_scale import LossScale, RunningScale
 from piper_runtime.rank.optimizers.optimizer import RankOptimizer, scaled
 from piper_runtime.rank.values.code import ExportedCode, LoadedSteps
 from piper_runtime.rank.values.device import CPU, NumberReader, numbers_of
+from piper_runtime.rank.values.host import HostMemory
 from piper_runtime.rank.values.layouts import own_parts
 from piper_runtime.rank.values.rng import Draws
 from piper_runtime.rank.values.store import Store
@@ -122,6 +123,7 @@ class RankState:
         self.rank = rank
         self.device = device
         self.numbers = numbers or numbers_of(device)
+        self.host = HostMemory(device)
         self.role = plan.role_of(rank)
         self.seed = job.seed
         self.draws = job.draws

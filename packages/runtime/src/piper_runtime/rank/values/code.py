@@ -7,7 +7,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import sha256
 from types import CodeType
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 from piper_ir.ground.errors import FormatError
 from piper_ir.plan.plan import Plan, RolePlan
 from piper_ir.program.ops import Compute
-from piper_ops import DIRECT
+from piper_ops import DIRECT, compiled_fusion
 
 StepFunction = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
 """A step function that empties its argument list, so that a tensor held only by the list is freed at its last use."""
@@ -65,7 +65,12 @@ def load_step(
     Raises FormatError when there is no function `step`, or when it calls an operator that is not registered in this
     process.
     """
-    namespace: dict[str, Any] = {"torch": torch, "DEVICE": torch.device(device), **(given or {})}
+    namespace: dict[str, Any] = {
+        "torch": torch,
+        "DEVICE": torch.device(device),
+        "FUSION": partial(compiled_fusion, device=device),
+        **(given or {}),
+    }
     namespace |= {
         k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in code.constants.items()
     }
