@@ -56,8 +56,8 @@ def test_every_section_of_the_check_is_listed() -> None:
 
 
 @pytest.mark.long
-def test_the_checks_are_read_without_ray_simpy_and_optuna() -> None:
-    blocked = "import sys; sys.modules.update(dict.fromkeys(('ray', 'simpy', 'optuna')))"
+def test_the_checks_are_read_without_ray_and_optuna() -> None:
+    blocked = "import sys; sys.modules.update(dict.fromkeys(('ray', 'optuna')))"
     names = (
         "benchmarks.gpu_check, tests.runs.test_cuda, tests.runs.test_cuda_states, "
         "packages.runtime.tests.test_runtime_on_cuda"

@@ -1,5 +1,4 @@
-"""piper_ir and piper_simulator alone, beside simpy and the standard library, simulate a plan that was saved
-elsewhere."""
+"""piper_ir and piper_simulator alone, beside the standard library, simulate a plan that was saved elsewhere."""
 
 import json
 import os
@@ -11,8 +10,8 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy
 import pytest
-import simpy
 
 import piper
 from piper_ir.ground import codec
@@ -71,27 +70,19 @@ def check_simulated(done: subprocess.CompletedProcess[str]) -> None:
     assert result["spans"] >= 2 * 4 * 2
 
 
-@pytest.fixture
-def only_simpy(tmp_path: Path) -> Path:
-    """A folder with simpy alone: its own site-packages holds torch too."""
-    shutil.copytree(Path(simpy.__file__).parent, tmp_path / "site" / "simpy")
-    return tmp_path / "site"
-
-
 def sources() -> list[Path]:
     return [ROOT / "packages" / name / "src" for name in ALONE]
 
 
-def test_ir_and_simulator_work_without_site_packages(saved_plan: Path, only_simpy: Path) -> None:
-    check_simulated(run_alone(sys.executable, ("-I", "-S"), saved_plan, *sources(), only_simpy))
+def test_ir_and_simulator_work_without_site_packages(saved_plan: Path) -> None:
+    check_simulated(run_alone(sys.executable, ("-I", "-S"), saved_plan, *sources()))
 
 
-def test_negative_control_the_environment_is_really_empty(
-    saved_plan: Path, only_simpy: Path
-) -> None:
-    without = run_alone(sys.executable, ("-I", "-S"), saved_plan, *sources())
-    assert "No module named 'simpy'" in without.stderr
-    site_packages = Path(simpy.__file__).parents[1]
+def test_negative_control_the_environment_is_really_empty(saved_plan: Path) -> None:
+    (ir, *_) = sources()
+    without = run_alone(sys.executable, ("-I", "-S"), saved_plan, ir)
+    assert "No module named 'piper_simulator'" in without.stderr
+    site_packages = Path(numpy.__file__).parents[1]
     everything = run_alone(sys.executable, ("-I", "-S"), saved_plan, *sources(), site_packages)
     assert "the environment is not empty" in everything.stderr
 
@@ -100,7 +91,7 @@ def test_negative_control_the_environment_is_really_empty(
 def test_the_wheel_has_everything_and_simulates_without_torch(
     saved_plan: Path, tmp_path: Path
 ) -> None:
-    """As a user gets it: one wheel in a new environment, with simpy and the command's two libraries beside it."""
+    """As a user gets it: one wheel in a new environment, with the command's two libraries beside it."""
     tracked = subprocess.run(
         ["git", "ls-files", "-z", "src", "packages"],
         cwd=ROOT,
@@ -142,7 +133,7 @@ def test_the_wheel_has_everything_and_simulates_without_torch(
     python = str(tmp_path / "venv" / "bin" / "python")
     subprocess.run([python, *pip, "install", "--no-deps", str(wheel)], check=True, timeout=300)
     subprocess.run(
-        [python, *pip, "install", "-c", str(ROOT / "constraints.txt"), "simpy", "typer", "rich"],
+        [python, *pip, "install", "-c", str(ROOT / "constraints.txt"), "typer", "rich"],
         check=True,
         timeout=300,
     )

@@ -1,12 +1,18 @@
-"""The event engine equals the timing sweep, on random plans with ties, latency, host and steps. They share the DAG
-only."""
+"""The event engine equals the timing sweep, on random plans with ties, latency, host and steps; they share the DAG
+only. Under contention it equals the engine of SimPy's events to the bit."""
 
 from dataclasses import replace
+from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piper_ir.fold.timing import prepare, sweep
+from packages.simulator.tests import simpy_engine
+from packages.simulator.tests.test_contention_reference import random_demands
+from piper_ir.fold.timing import Prepared, prepare, sweep
+from piper_simulator.contention.loads import TimedPiece
+from piper_simulator.contention.rates import Flow
+from piper_simulator.times import engine
 from piper_simulator.times.engine import run_engine
 from tests.helpers.cases import each_case
 from tests.helpers.random_plans import PlanBuilder, random_plan
@@ -72,3 +78,47 @@ def test_a_stream_may_run_a_step_ahead() -> None:
     found = run_engine(prepare(plan), [1.0, 0.0, 0.0, 4.0], steps=4)
     assert [t.start[0] for t in found] == [0.0, 1.0, 2.0, 3.0]
     assert [t.start[3] for t in found] == [1.0, 5.0, 9.0, 13.0]
+
+
+def pieces_inside(prepared: Prepared, rng: Random, grid: float) -> dict[int, list[TimedPiece]]:
+    """Return pieces of most compute: rounds of compute and messages, on links of their own and on those of others."""
+    inside = {}
+    for r, (first, end) in enumerate(zip(prepared.offsets, prepared.offsets[1:])):
+        messages = []
+        for _ in range(rng.randint(1, 3)):
+            links = rng.sample(range(6), rng.choice((0, 0, 1, 2)))
+            one = {x: rng.choice((0.1, 0.3, 0.5, 0.73, 1.0)) for x in links}
+            shares = {x: part * rng.choice((1, 1, 2)) for x, part in one.items()}
+            seconds = grid or rng.uniform(0.01, 0.3)
+            takes = {r: (rng.choice((0.0, 0.15)), rng.choice((0.0, 0.1)))}
+            id = len(prepared) * (r + 1) + len(messages)
+            messages.append(Flow(id, seconds, shares, max(one.values(), default=0.0), takes))
+        compute = grid or rng.uniform(0.1, 1.0)
+        pieces = [(compute, None), *((m.seconds, m) for m in messages)] * rng.randint(1, 4)
+        for node in range(first, end):
+            if prepared.group_of[node] < 0 and rng.random() < 0.8:
+                inside[node] = pieces
+    return inside
+
+
+@given(
+    seed=st.integers(0, 1 << 30),
+    issue=st.sampled_from([0.0, 0.11]),
+    grid=st.sampled_from([0.0, 0.25]),
+)
+def test_pieces_inside_of_steps_end_when_an_event_for_each_ends_them(
+    seed: int, issue: float, grid: float
+) -> None:
+    """With `grid`, very many events have the same moment."""
+    plan, durations = random_plan(seed, most_roles=5, most=25)
+    prepared, rng = prepare(plan), Random(seed)
+    if grid:
+        durations = [round(d / grid) * grid for d in durations]
+    flows = random_demands(prepared, durations, rng)
+    inside = pieces_inside(prepared, rng, grid)
+    asked = {"latency": plan.hop, "issue": issue, "inside": inside}
+    whole = engine.run_engine(prepared, durations, steps=2, flows=flows, **asked)
+    assert whole == simpy_engine.run_engine(prepared, durations, steps=2, flows=flows, **asked)
+    alone, period = engine.step_and_period(prepared, durations, flows, **asked)
+    assert [alone] == simpy_engine.run_engine(prepared, durations, flows=flows, **asked)
+    assert period == simpy_engine.period(prepared, durations, flows, **asked)

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from packages.simulator.tests.simpy_engine import EventPool
 from piper_simulator.contention.rates import (
     SLOWEST,
     Activity,
     Flow,
     RunningMessage,
-    SharedPool,
     compute_rate,
     fair_rates,
 )
@@ -80,7 +80,7 @@ def messages(draw: st.DrawFn) -> list[tuple[float, Flow]]:
 
 @given(messages())
 def test_rates_are_fair_within_capacity_and_no_work_is_lost(plan: list[tuple[float, Flow]]) -> None:
-    pool, now = SharedPool(ROLES, lambda activity: None), 0.0
+    pool, now = EventPool(ROLES, lambda activity: None), 0.0
     under_way: dict[int, Activity] = {
         role - ROLES: pool.compute(role, 5.0, 0.0) for role in range(ROLES)
     }

@@ -14,6 +14,10 @@ from piper_ir.plan.plan import Channel, Instr, Plan, RolePlan, Value
 from piper_ir.program.ops import COMM, Collective
 from piper_ir.program.program import Chunk, Cost, Kernel
 from piper_simulator import Cluster, Simulation, SlowLink, simulate, why
+from piper_simulator.contention import flows
+from piper_simulator.durations import device_model
+from piper_simulator.durations.instances import axes_of_equal_nodes
+from piper_simulator.times import splitting
 from piper_simulator.times.splitting import each_rank, refined, split
 from tests.helpers.cases import each_case
 from tests.helpers.random_plans import PlanBuilder
@@ -189,6 +193,27 @@ def test_a_split_simulation_is_that_of_all_ranks(seed: int, contention: bool) ->
             assert found.period_s == pytest.approx(every.period_s, rel=1e-6)
         else:
             assert a == b and found.period_s == every.period_s
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 1 << 30))
+def test_equal_nodes_change_nothing_when_each_is_looked_at(seed: int) -> None:
+    """On nodes that replicas fill, all results are the same to the bit as without the knowledge that nodes are equal."""
+    rng = Random(seed)
+    plan = random_work(rng)
+    mesh = plan.mesh
+    per_node = rng.choice([n for n in (1, 2, 3) if mesh.size("tp") % n == 0])
+    nodes, rails = mesh.world // per_node, rng.choice((1, 2))
+    cluster = changed(FLAT, per_node=per_node, nodes=nodes, rails=rails, oversubscription=2.0)
+    found = simulate(plan, cluster)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (splitting, flows, device_model):
+            patch.setattr(module, "axes_of_equal_nodes", lambda plan, cluster: frozenset())
+        every = simulate(plan, cluster)
+    assert axes_of_equal_nodes(plan, cluster) or mesh.size("dp") == 1
+    assert found._run.parts.role_of == every._run.parts.role_of
+    assert found._run.durations == every._run.durations
+    assert times(found) == times(every)
 
 
 def replicas(dp: int, *, on: Cluster = FLAT, nbytes: int = 0) -> Plan:

@@ -11,8 +11,10 @@ from math import prod
 from piper_ir.fold.timing import Prepared, Times
 from piper_ir.ground.intervals import Idle, Interval, idle
 from piper_ir.ground.sizes import bind
+from piper_ir.plan.instr_table import InstrTable
 from piper_ir.plan.plan import COMPUTE, Plan
 from piper_ir.program.ops import Compute
+from piper_ir.program.program import Step
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.durations.cost_model import Work
 from piper_simulator.durations.expert_loads import tokens_of
@@ -32,13 +34,13 @@ def idle_times(
         working: list[Interval] = []
         moving: list[Interval] = []
         busy = 0.0
-        for node, instr in enumerate(role.program, prepared.offsets[r]):
+        for node, stream in enumerate(role.table.streams, prepared.offsets[r]):
             g = prepared.group_of[node]
             if g >= 0:
                 moving.append(
                     (times.start[node], times.end[node] + (latency if prepared.p2p[g] else 0.0))
                 )
-            elif instr.stream == COMPUTE and durations[node]:
+            elif stream == COMPUTE and durations[node]:
                 working.append((times.start[node], times.end[node]))
                 busy += durations[node]
         idles.append(idle(working, moving, busy))
@@ -183,11 +185,19 @@ def executed_flops(plan: Plan) -> int:
     }
     total = 0
     for role in plan.roles:
-        parts = (part.op for instr in role.program for part in instr.parts)
-        total += len(role.ranks) * sum(
-            of[op.variant, op.step] for op in parts if isinstance(op, Compute) and op.step != "B"
-        )
+        runs = step_runs(role.table)
+        total += len(role.ranks) * sum(of[step] * times for step, times in runs.items())
     return total
+
+
+def step_runs(table: InstrTable) -> Counter[tuple[str, Step]]:
+    """Return how often a role runs each step of a chunk's variant, in the order in which it first does."""
+    runs: Counter[tuple[str, Step]] = Counter()
+    for k, times in Counter(table.used).items():
+        for op in [part.op for part in table.templates[k].parts]:
+            if isinstance(op, Compute) and op.step != "B":
+                runs[op.variant, op.step] += times
+    return runs
 
 
 def repeated_share(plan: Plan) -> float:

@@ -28,7 +28,7 @@ from piper_simulator.durations.expert_loads import ExpertLoad, GivenLoad, load_n
 from piper_simulator.interval import RunsInterval, interval_of, stack_advice
 from piper_simulator.memory.footprint import footprint
 from piper_simulator.memory.host_memory import host_bytes_by_node, host_notes
-from piper_simulator.memory.oom import KEPT, OomVerdict
+from piper_simulator.memory.oom import OomVerdict
 from piper_simulator.memory.role_devices import PeakMemory, peak_memory
 from piper_simulator.memory.snapshot import Snapshot, snapshot
 from piper_simulator.metrics import (
@@ -475,8 +475,8 @@ class _Run:
                 at=_named(role, at),
                 instr=at,
                 time_s=times.start[self.prepared.offsets[k] + at] - origin if at >= 0 else 0.0,
-                owners=tuple(owners(counted, role)[:KEPT]),
                 beside=needs.total - needs.allocated,
+                _find_owners=partial(owners, counted, role),
             )
 
     def sources(self) -> dict[str, float]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from piper_ir.ground.sizes import bind
 from piper_ir.plan.plan import Plan
-from piper_ir.program.ops import Compute
 from piper_ir.program.program import Cost, Step
 from piper_ir.tools import size_text, time_text
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
 from piper_simulator.durations.kernels import kernel_seconds
+from piper_simulator.metrics import step_runs
 
 MOST_SHARE = 0.05
 """The share of a step that sharing may save before a note says so."""
@@ -86,10 +85,7 @@ def _by_role(plan: Plan, device: Device) -> list[_Whole]:
         [],
     )
     for role in plan.roles:
-        parts = (part.op for instr in role.program for part in instr.parts)
-        runs = Counter(
-            (op.variant, op.step) for op in parts if isinstance(op, Compute) and op.step != "B"
-        )
+        runs = step_runs(role.table)
         by_role.append(whole := _Whole())
         for (variant, step), times in runs.items():
             cost = plan.chunk(variant).steps[step].cost

@@ -15,7 +15,6 @@ from piper_ir.tools import usable_cores
 
 DISTRIBUTION = "piper-training"
 LIBRARIES = {
-    "simpy": "simulation",
     "optuna": "piper tune",
     "ray": 'launcher "ray"',
     "pandas": "reports",

@@ -23,7 +23,7 @@ from itertools import accumulate, pairwise, repeat, zip_longest
 
 from piper_ir.ground.errors import PlanError
 from piper_ir.plan.plan import Channel, Plan, RolePlan
-from piper_ir.program.ops import COMM, op_name
+from piper_ir.program.ops import op_name
 
 Waits = tuple[tuple[str, int], ...]
 """The waits of an instruction as pairs (stream, n): the first n instructions of that stream must be done."""
@@ -116,14 +116,14 @@ def prepare(plan: Plan) -> Prepared:
 
 
 def _issue_order(role: RolePlan) -> IssueOrder:
-    program = role.program
-    ops = [i.parts[0].op for i in program]
+    program, table = role.program, role.table
+    places = table.places
     return IssueOrder(
         role.role,
-        [i.stream for i in program],
-        [op.channel if isinstance(op, COMM) else "" for op in ops],
-        lambda k: f"{program[k].name} ({op_name(ops[k])})",
-        [i.waits for i in program],
+        table.streams,
+        table.channels,
+        lambda k: f"{program[k].name} ({op_name(program[k].parts[0].op)})",
+        [tuple([places[j] for j in waits]) if waits else () for waits in table.waits],
     )
 
 

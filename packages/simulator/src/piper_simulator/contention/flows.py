@@ -33,8 +33,8 @@ Transfers of a stream with `sms=0` are moved by copy engines: they take links an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import permutations
 from typing import TypeVar, assert_never
@@ -47,7 +47,7 @@ from piper_ir.program.ops import COMM, Op, message_op
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.contention.rates import Flow
 from piper_simulator.durations.cost_model import Work
-from piper_simulator.durations.instances import instances
+from piper_simulator.durations.instances import axes_of_equal_nodes, instances
 
 PORT_SM_SHARE, NIC_SM_SHARE = 0.15, 0.02
 PORT_SMS, NIC_SMS = 10, 2
@@ -61,10 +61,14 @@ Resource = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Wiring:
-    """Hold the facts about a cluster that contention depends on; the devices of a node share its `nics` in order."""
+    """Hold the facts about a cluster that contention depends on; the devices of a node share its `nics` in order.
+
+    `nodes` are the ones whose links count, since all others are equal to one of them; None: all count.
+    """
 
     cluster: Cluster
     nics: int
+    nodes: frozenset[int] | None = None
 
     def nic_of(self, rank: int) -> int:
         node, local = divmod(rank, self.cluster.per_node)
@@ -141,6 +145,8 @@ class Route:
     def add(self, passes: Mapping[Resource, float], wires: Wiring) -> None:
         """Add one more instance, which runs at the same time as the others."""
         for resource, times in passes.items():
+            if wires.nodes is not None and wires.node_of(resource) not in wires.nodes:
+                continue
             self.passes[resource] = self.passes.get(resource, 0.0) + times
             self.slowest = max(self.slowest, times / wires.capacity(resource))
             self.port = self.port or resource[0].startswith("port")
@@ -169,7 +175,7 @@ def message_flows(
     that are.
     """
     loads = PlanLoads(plan, prepared.roles, wires)
-    ops = [instr.parts[0].op for _, _, instr in plan.instructions()]
+    ops = first_ops(plan)
     return [loads.of_group(ops[members[0]], work[members[0]]) for members in prepared.groups]
 
 
@@ -189,11 +195,15 @@ class PlanLoads:
         within: Sequence[tuple[Channel, str]] = (),
     ) -> None:
         """Prepare for a plan in whose steps there are messages of these kinds, on these channels."""
+        equal = axes_of_equal_nodes(plan, wires.cluster)
+        if equal:
+            wires = replace(wires, nodes=_first_nodes(plan, equal, wires.cluster.per_node))
         self.wires = wires
         self.plan = plan
         self.index = {role: r for r, role in enumerate(roles)}
         self.routes = {
-            (c.id, op): route(op, instances(plan, c), wires) for c, op in (*_uses(plan), *within)
+            (c.id, op): route(op, instances(plan, c, equal), wires)
+            for c, op in (*_uses(plan), *within)
         }
         self.shared = shared_resources(self.routes, wires)
         self.sms = named_sms(plan, wires.cluster)
@@ -227,11 +237,22 @@ class PlanLoads:
         return None if sums and not named else named
 
 
+def _first_nodes(plan: Plan, equal: Collection[str], per_node: int) -> frozenset[int]:
+    """Return the first of nodes that are equal to each other."""
+    ranks = plan.mesh.ranks({axis: 0 for axis in equal})
+    return frozenset(rank // per_node for rank in ranks)
+
+
+def first_ops(plan: Plan) -> list[Op]:
+    """Return the op of the first part of each instruction."""
+    return [role.table.templates[k].parts[0].op for role in plan.roles for k in role.table.used]
+
+
 def _uses(plan: Plan) -> list[tuple[Channel, str]]:
     used = {
         (op.channel, message_op(op))
-        for _, _, instr in plan.instructions()
-        if isinstance(op := instr.parts[0].op, COMM)
+        for op in {id(op): op for op in first_ops(plan)}.values()
+        if isinstance(op, COMM)
     }
     place = {c.id: k for k, c in enumerate(plan.channels)}
     return [

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from piper_ir.fold.timing import Prepared
 from piper_ir.plan.plan import Plan
-from piper_simulator.contention.flows import PlanLoads, Wiring, slows_anything
+from piper_simulator.contention.flows import PlanLoads, Wiring, first_ops, slows_anything
 from piper_simulator.contention.rates import Flow
 from piper_simulator.durations.cost_model import StepMessages, Work
 from piper_simulator.durations.instances import meeting_inside
@@ -58,7 +58,7 @@ def all_loads(plan: Plan, prepared: Prepared, work: Sequence[Work], wires: Wirin
         wires,
         [(channels[role, axis], op) for role, axis, op in sorted(within)],
     )
-    ops = [instr.parts[0].op for _, _, instr in plan.instructions()]
+    ops = first_ops(plan)
     messages = [loads.of_group(ops[members[0]], work[members[0]]) for members in prepared.groups]
     known: dict[tuple[str, float, tuple[StepMessages, ...]], Sequence[TimedPiece]] = {}
     pieces = {}

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 SLOWEST = 1 / 8
 """The lowest rate of compute, since the linear law would reach 0.
@@ -118,10 +119,26 @@ def fair_rates(flows: Sequence[Flow]) -> list[float]:
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """Track the load of a resource, and the messages under way that use it."""
+    """Track the load of a resource, and the messages under way that use it.
+
+    `held` has the fractions that messages inside of instructions may take without being under way here.
+    """
 
     load: float = 0.0
     users: dict[int, RunningMessage] = field(default_factory=dict)
+    held: dict[LinkHolder, float] = field(default_factory=dict)
+
+
+class LinkHolder(Protocol):
+    """Compute of a role, with messages that are not under way in a pool as long as their links have room for them."""
+
+    def give_way(self) -> RunningMessage | None:
+        """Return the message that runs, which is under way in the pool from now on; None if it is compute."""
+        ...
+
+    def plan(self) -> None:
+        """Go on with the messages that have room on their links."""
+        ...
 
 
 class SharedPool:
@@ -137,27 +154,19 @@ class SharedPool:
         self._links: dict[int, _Link] = {}
         self._shares: dict[int, list[tuple[_Link, float]]] = {}  # by flow
         self._known: dict[tuple[int, ...], list[float]] = {}
-
-    def compute(self, role: int, seconds: float, now: float) -> Activity:
-        """Begin compute of `seconds` on a role that is not computing."""
-        rate = self._left_over(role)
-        activity = self._computing[role] = Activity(seconds, now, now + seconds / rate, rate)
-        return activity
-
-    def computed(self, role: int) -> None:
-        """End the compute of a role."""
-        self._computing[role] = None
+        self._held: dict[LinkHolder, list[_Link]] = {}
 
     def message(self, flow: Flow, now: float) -> RunningMessage:
         """Begin a message."""
         running = RunningMessage(flow.seconds, now, now + flow.seconds, flow=flow)
-        crowded = False
-        for link, share in self._shares_of(flow):
-            link.users[flow.id] = running
-            link.load += share
-            crowded = crowded or link.load > _FULL
-        for role in flow.takes:
-            self._beside[role][flow.id] = running
+        holders = self._crowded_holders(flow)
+        for holder in holders:
+            if (other := holder.give_way()) is not None:
+                self._add(other)
+        crowded = self._add(running)
+        for holder in holders:
+            if holder in self._held:
+                holder.plan()
         self._slow(
             dict.fromkeys(flow.takes) | self._share({flow.id: running}, now)
             if crowded
@@ -181,6 +190,56 @@ class SharedPool:
         self._slow(
             dict.fromkeys(flow.takes) | self._share(relieved, now) if relieved else flow.takes, now
         )
+
+    def enter(self, role: int, compute: Activity) -> float:
+        """Begin the compute of a role, or messages inside of it, and return its rate now."""
+        self._computing[role] = compute
+        return self._left_over(role)
+
+    def leave(self, role: int, holder: LinkHolder) -> None:
+        """End the compute of a role, and give back the links that were held."""
+        self._computing[role] = None
+        for link in self._held.pop(holder, ()):
+            link.held.pop(holder, None)
+
+    def hold(self, holder: LinkHolder, flows: Iterable[Flow]) -> None:
+        """Hold the links of messages inside of an instruction, one of which runs at a time."""
+        links = self._held[holder] = []
+        for flow in flows:
+            for link, share in self._shares_of(flow):
+                if share > link.held.get(holder, 0.0):
+                    link.held[holder] = share
+                    links.append(link)
+
+    def misfits(self, holder: LinkHolder, flows: Iterable[Flow]) -> set[int]:
+        """Return which of the messages of a holder would find a link short of capacity."""
+        found = set()
+        for flow in flows:
+            for link, share in self._shares_of(flow):
+                if link.users or len(link.held) > 1 or share > _FULL:
+                    others = sum([s for h, s in link.held.items() if h is not holder])
+                    if link.load + share + others > _FULL:
+                        found.add(flow.id)
+        return found
+
+    def _crowded_holders(self, flow: Flow) -> list[LinkHolder]:
+        """Return who holds links that would be short of capacity with one more message."""
+        holders: dict[LinkHolder, None] = {}
+        for link, share in self._shares_of(flow):
+            if link.held and link.load + share + sum(link.held.values()) > _FULL:
+                holders.update(dict.fromkeys(link.held))
+        return list(holders)
+
+    def _add(self, running: RunningMessage) -> bool:
+        """Put a message on its links and beside its roles; return whether a link is short of capacity."""
+        flow, crowded = running.flow, False
+        for link, share in self._shares_of(flow):
+            link.users[flow.id] = running
+            link.load += share
+            crowded = crowded or link.load > _FULL
+        for role in flow.takes:
+            self._beside[role][flow.id] = running
+        return crowded
 
     def _shares_of(self, flow: Flow) -> list[tuple[_Link, float]]:
         """Return the fraction that a flow takes of each of its links."""

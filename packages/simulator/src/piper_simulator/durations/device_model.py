@@ -36,7 +36,12 @@ from piper_simulator.durations.communication import (
 from piper_simulator.durations.cost_model import CostModel, StepMessages, Work, given_only
 from piper_simulator.durations.expert_work import EVEN, Loads, loaded, messages
 from piper_simulator.durations.hidden_messages import beside_kernels
-from piper_simulator.durations.instances import axes_inside, instances, meeting_inside
+from piper_simulator.durations.instances import (
+    axes_inside,
+    axes_of_equal_nodes,
+    instances,
+    meeting_inside,
+)
 from piper_simulator.durations.kernels import Took, is_guess, lacks_number, launched, step_took
 from piper_simulator.durations.provenance import Provenance
 from piper_simulator.durations.updates import Updated, update_seconds, updated
@@ -450,7 +455,10 @@ class DeviceModel(CostModel):
     def _instances(self, channel: Channel, cluster: Cluster) -> frozenset[RankGroup]:
         """Return the rank groups of a channel's instances, of which the slowest gives the duration."""
         if channel.id not in self._groups:
-            groups = [rank_group(cluster, members) for members in instances(self.plan, channel)]
+            equal = axes_of_equal_nodes(self.plan, cluster)
+            groups = [
+                rank_group(cluster, members) for members in instances(self.plan, channel, equal)
+            ]
             if (
                 not self.plan.roles
             ):  # nobody knows yet where they are: at best over links that are not slow

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from piper_ir.ground.mesh import Mesh
 from piper_ir.plan.plan import COMPUTE, Channel, Plan, RolePlan, inside_channel
+from piper_simulator.cluster.cluster import Cluster
 
 
 def meeting_inside(plan: Plan, axis: str, role: RolePlan) -> Channel:
@@ -55,22 +57,73 @@ def in_step(plan: Plan) -> Sequence[int]:
     ]
 
 
-def instances(plan: Plan, channel: Channel) -> list[tuple[int, ...]]:
+def axes_of_equal_nodes(plan: Plan, cluster: Cluster) -> frozenset[str]:
+    """Return axes such that a step along one of them takes each rank to another node, where it does the same.
+
+    So nodes whose ranks differ only along these axes are equal, with their links and the ranks that they meet. There
+    are none in a cluster whose nodes, ranks or links differ, and none along which roles differ.
+    """
+    mesh = plan.mesh
+    placed = {axis for role in plan.roles for axis in role.placed}
+    whole = all(
+        len(role.ranks) * mesh.degree(role.placed) == mesh.world for role in plan.roles
+    )  # else the plan is a part of another
+    if len(cluster.nodes) > 1 or cluster.slow_ranks or cluster.network.slow_links or not whole:
+        return frozenset()
+    return frozenset(
+        axis
+        for axis, (stride, _) in _strides(mesh).items()
+        if axis not in placed and stride % cluster.per_node == 0
+    )
+
+
+def _strides(mesh: Mesh) -> dict[str, tuple[int, int]]:
+    """Return by axis how far neighbours along it are apart, as ranks, and its size."""
+    strides, stride = {}, 1
+    for axis, size in mesh.sizes:
+        strides[axis] = stride, size
+        stride *= size
+    return strides
+
+
+def instances(
+    plan: Plan, channel: Channel, equal: Collection[str] = frozenset()
+) -> list[tuple[int, ...]]:
     """Return the ranks of each instance of a channel, ascending; of a transfer (source, destination).
 
-    The result agrees with `Plan.peers` for every rank, in time linear in the ranks.
+    The result agrees with `Plan.peers` for every rank, in time linear in the ranks. Of instances that differ only along
+    the axes `equal`, it has the first.
     """
     mesh = plan.mesh
     if not plan.roles:  # of a plan of chunks alone: the ranks that meet rank 0
         return [mesh.ranks({axis: 0 for axis in mesh.axes if axis not in channel.over})]
-    first = plan.role(channel.roles[0])
+    first, strides = plan.role(channel.roles[0]), _strides(mesh)
+    kept = [place for axis, place in strides.items() if axis in equal and axis not in channel.over]
+
+    def ranks_of(role: str) -> Sequence[int]:
+        ranks = plan.role(role).ranks
+        for stride, size in kept:
+            ranks = tuple([r for r in ranks if r // stride % size == 0])
+        return ranks
+
     if channel.kind == "p2p":
         there = plan.role(channel.roles[1]).placed
-        return [(rank, mesh.rank({**mesh.coords(rank), **there})) for rank in first.ranks]
-    free = [axis for axis in mesh.axes if axis not in channel.over and axis not in first.placed]
-    members_by_coords: dict[tuple[int, ...], list[int]] = {}
+        moved = [(*strides[axis], place) for axis, place in there.items() if axis in strides]
+        return [
+            (
+                rank,
+                rank + sum([(at - rank // stride % size) * stride for stride, size, at in moved]),
+            )
+            for rank in ranks_of(channel.roles[0])
+        ]
+    free = [
+        place
+        for axis, place in strides.items()
+        if axis not in channel.over and axis not in first.placed
+    ]
+    members_by_coords: dict[int, list[int]] = {}
     for role in channel.roles:
-        for rank in plan.role(role).ranks:
-            coords = mesh.coords(rank)
-            members_by_coords.setdefault(tuple([coords[axis] for axis in free]), []).append(rank)
+        for rank in ranks_of(role):
+            coords = sum([rank // stride % size * stride for stride, size in free])
+            members_by_coords.setdefault(coords, []).append(rank)
     return [tuple(sorted(members)) for members in members_by_coords.values()]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from piper_ir.fold.memory_owners import MemoryOwner
@@ -15,7 +16,7 @@ KEPT = 10
 """The number of owners that a verdict holds."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OomVerdict:
     """Say how the ranks of a role run out of memory.
 
@@ -27,7 +28,6 @@ class OomVerdict:
         at: the first instruction that needs more than there is; the program fails here.
         instr: its index; -1 when the initial bytes do not fit.
         time_s: seconds after the step begins; 0 when the initial bytes do not fit.
-        owners: the largest owners of memory at the fullest moment, in order.
         beside: bytes there that are no tensors (`DeviceMemory`).
     """
 
@@ -39,8 +39,13 @@ class OomVerdict:
     at: str
     instr: int
     time_s: float
-    owners: tuple[MemoryOwner, ...]
     beside: int
+    _find_owners: Callable[[], Sequence[MemoryOwner]] = field(repr=False, compare=False)
+
+    @cached_property
+    def owners(self) -> tuple[MemoryOwner, ...]:
+        """Return the largest owners of memory at the fullest moment, in order."""
+        return tuple(self._find_owners()[:KEPT])
 
     @property
     def over(self) -> int:

@@ -1,30 +1,30 @@
-"""Run plans by events: each stream of each role goes on by itself, from one SimPy event to the next.
+"""Run plans by events: each stream of each role goes on by itself, from one event of a `EventClock` to the next.
 
 The rules come from `piper_ir.fold.timing`, which sweeps the same plan in a fixed order instead; a property test holds
 the two against each other. With `flows`, activities at the same time slow each other down: an instruction then takes
 its duration only if nothing else runs beside it (`piper_simulator.contention.rates`). The sweep has no contention.
 
-The engine is deterministic: streams start in plan order, and SimPy handles events of one moment in the order in which
-they were made.
+The engine is deterministic: streams start in plan order, and events of one moment are handled in the order in which
+they were made. The tests have an engine of SimPy's events, which gives the same times to the bit.
 """
 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, repeat
 
-from simpy import Environment, Event
-from simpy.events import Timeout
-
 from piper_ir.fold.steady_state import host_seconds, later_half, steady
-from piper_ir.fold.timing import Prepared, Times, after_updates
+from piper_ir.fold.timing import Prepared, Times
 from piper_simulator.contention.loads import TimedPiece
 from piper_simulator.contention.rates import Flow
+from piper_simulator.times.clock import EventClock
 from piper_simulator.times.shared_activities import SharedActivities
+from piper_simulator.times.step_work import StepWork
 
 
 def run_engine(
@@ -44,18 +44,8 @@ def run_engine(
     load on links and devices, and its duration (0 for that in `durations`); None: nothing is shared. `inside` has the
     pieces of the nodes with messages inside of their steps, which share links like others.
     """
-    n = len(prepared)
-    times = [
-        Times([0.0] * n, [0.0] * n, [0.0] * n, [0.0] * n, [0.0] * len(prepared.roles))
-        for _ in range(steps)
-    ]
-    work = _Work(prepared, durations, latency, issue, flows, inside or {})
-    engine = _Engine(work, steps, times)
-    engine.start()
-    engine.env.run()
-    engine.finish()
-    engine.drop()
-    return times
+    work = StepWork(prepared, durations, latency, issue, flows, inside or {})
+    return _run(_Engine(work, steps, _no_times(prepared, steps)))
 
 
 PERIOD_STEPS = 6, 16
@@ -76,19 +66,52 @@ def period(
     Steps run until they repeat, to 1e-9. They count as long as every stream has more to come, since afterwards there is
     less to share with. If a stream runs so far ahead that hardly any step is left, all count.
     """
+    return step_and_period(prepared, durations, flows, latency=latency, issue=issue, inside=inside)[
+        1
+    ]
+
+
+def step_and_period(
+    prepared: Prepared,
+    durations: Sequence[float],
+    flows: Sequence[Flow],
+    *,
+    latency: float,
+    issue: float,
+    inside: Mapping[int, Sequence[TimedPiece]] | None = None,
+) -> tuple[Times, float]:
+    """Return the times of one step alone, and the `period`.
+
+    Steps that follow each other do the same as one alone until a stream has ended its part of it. So they go on from a
+    copy of the engine at that moment.
+    """
+    work = StepWork(prepared, durations, latency, issue, flows, inside or {})
+    engine = _Engine(work, 1, _no_times(prepared, 1), branches=True)
+    (alone,) = _run(engine)
     host = host_seconds(prepared, issue)
     if not prepared.streams:
-        return 0.0
-    work = _Work(prepared, durations, latency, issue, flows, inside or {})
+        return alone, 0.0
+    assert engine.branch is not None, "some stream has ended"
     for steps in PERIOD_STEPS:
-        engine = _Engine(work, steps, ())
-        ends = _StepEnds(engine.env, len(prepared.streams), steps, host)
-        engine.start(ends)
-        engine.env.run(until=ends.known)
-        engine.drop()
+        ends = _StepEnds(len(prepared.streams), steps, host)
+        engine.branch.copied().follow(steps, ends)
         if ends.period_s is not None:
-            return ends.period_s
-    return later_half(ends.counted if len(ends.counted) > steps // 2 else ends.rows, host)
+            return alone, ends.period_s
+    enough = len(ends.counted) > steps // 2
+    return alone, later_half(ends.counted if enough else ends.rows, host)
+
+
+def _no_times(prepared: Prepared, steps: int) -> list[Times]:
+    n, roles = len(prepared), len(prepared.roles)
+    return [Times([0.0] * n, [0.0] * n, [0.0] * n, [0.0] * n, [0.0] * roles) for _ in range(steps)]
+
+
+def _run(engine: _Engine) -> list[Times]:
+    engine.start()
+    engine.clock.run()
+    engine.finish()
+    engine.drop()
+    return list(engine.times)
 
 
 class _StepEnds:
@@ -97,24 +120,24 @@ class _StepEnds:
     Attributes:
         rows: by step, the end of each stream.
         counted: the first of these, as long as every stream had more to come when a step had ended everywhere.
-        known: happens when nothing more will be learnt.
+        known: whether nothing more will be learnt.
         period_s: the seconds per step once they repeat.
     """
 
-    def __init__(self, env: Environment, streams: int, steps: int, host: float) -> None:
-        self.env, self.host = env, host
+    def __init__(self, streams: int, steps: int, host: float) -> None:
+        self.host = host
         self.rows = [[0.0] * streams for _ in range(steps)]
         self.counted: list[list[float]] = []
-        self.known = Event(env)
+        self.known = False
         self.period_s: float | None = None
         self._left = [streams] * steps
         self._out = float("inf")  # when the first stream ended its last step
 
-    def ended(self, stream: int, step: int) -> None:
-        """Record that a stream has now ended a step."""
-        if self.known.triggered:
+    def ended(self, stream: int, step: int, now: float) -> None:
+        """Record that a stream has ended a step."""
+        if self.known:
             return
-        now, final = self.env.now, step + 1 == len(self.rows)
+        final = step + 1 == len(self.rows)
         self.rows[step][stream] = now
         self._left[step] -= 1
         if final:
@@ -125,7 +148,7 @@ class _StepEnds:
             self.counted.append(self.rows[step])
             self.period_s = steady(self.counted, self.host, tolerance=1e-9)
         if final or self.period_s is not None:
-            self.known.succeed()
+            self.known = True
 
 
 @dataclass(slots=True, eq=False)
@@ -135,271 +158,265 @@ class _Counter:
     `pending` has the ones that have ended and are not done, oldest first, each with whether it is itself under way.
     """
 
+    clock: EventClock
     at: array[float] = field(default_factory=lambda: array("d"))
-    waiting: dict[int, list[Event]] = field(default_factory=dict)
+    waiting: dict[int, list[Callable[[], None]]] = field(default_factory=dict)
     pending: deque[bool] = field(default_factory=deque)
 
-    def count(self, now: float) -> None:
-        self.at.append(now)
+    def count(self) -> None:
+        self.at.append(self.clock.now)
         if self.waiting:
-            for event in self.waiting.pop(len(self.at), ()):
-                event.succeed()
+            for go in self.waiting.pop(len(self.at), ()):
+                self.clock.after(0.0, go)
 
-    def wake(self, number: int, env: Environment, go: Callable[[Event], None]) -> None:
+    def wake(self, number: int, go: Callable[[], None]) -> None:
         """Call `go` when the count reaches a number."""
-        event = Event(env)
-        event.callbacks.append(go)
-        self.waiting.setdefault(number, []).append(event)
+        self.waiting.setdefault(number, []).append(go)
 
-    def depart(self, env: Environment, latency: float) -> None:
+    def depart(self, latency: float) -> None:
         """Let a transfer leave the stream free for the next, and reach its waiters later."""
         self.pending.append(True)
-        arrival = Timeout(env, latency)
-        arrival.callbacks.append(lambda _: self._arrive(env.now))
+        self.clock.after(latency, self._arrive)
 
-    def _arrive(self, now: float) -> None:
+    def _arrive(self) -> None:
         """Count the oldest transfer under way as arrived, with everything behind it that only had to keep the order."""
         self.pending.popleft()
-        self.count(now)
+        self.count()
         while self.pending and not self.pending[0]:
             self.pending.popleft()
-            self.count(now)
+            self.count()
 
 
 @dataclass(slots=True, eq=False)
 class _Meeting:
-    """Start a group of nodes together: the last to come runs it and lets the others go."""
+    """Hold the members of a group that have come, each with a function for its end; the last to come runs it."""
 
-    env: Environment
-    size: int
-    p2p: bool
     came: int = 0
-    start: float = 0.0
-    gate: Event | None = None
-
-    def come(self) -> Event | None:
-        """Return the event to wait for; None for the last, who must run the group."""
-        self.came += 1
-        if self.came == self.size:
-            return None
-        if self.gate is None:
-            self.gate = Event(self.env)
-        return self.gate
-
-    def end(self, start: float) -> None:
-        """End the group, which ran from `start` to now, and reset the meeting for the next step."""
-        gate, self.gate, self.came, self.start = self.gate, None, 0, start
-        if gate is not None:
-            gate.succeed()
-
-
-_Need = tuple[_Counter, int, int]
-"""A counter and the number that it must reach, which grows by the third entry with each step."""
+    gate: list[Callable[[float], None]] = field(default_factory=list)
 
 
 class _Stream:
     """Run the instructions of one stream of a role, one after the other.
 
     Attributes:
-        nodes: by instruction its node; likewise `needs`, `seconds` (its duration), `flows` (its load on links) and
-            `meetings` (its group's).
         done: counts the instructions that waiters have seen done.
         at: the index of the instruction that is next or runs, in step `step`.
         began: when it began.
     """
 
+    __slots__ = ("at", "began", "clock", "done", "engine", "index", "part", "step", "times")
+
     def __init__(self, engine: _Engine, index: int) -> None:
-        self.engine, self.index, self.env = engine, index, engine.env
-        nodes = self.nodes = engine.prepared.streams[index]
-        self.role = engine.role_of(nodes[0])
-        self.issued, self.size = (
-            engine.issued[self.role] if engine.issued else None,
-            engine.instructions(self.role),
-        )
-        self.first = engine.prepared.offsets[self.role]
-        self.needs = engine.needs(nodes)
-        self.seconds, self.flows, self.meetings = engine.work(nodes)
+        self.engine, self.index, self.clock = engine, index, engine.clock
+        self.part = engine.work.parts[index]
         self.done = engine.counters[index]
         self.at = self.step = 0
         self.began = 0.0
         self.times = engine.times[0] if engine.times else None
 
-    def go(self, _: Event | None = None) -> None:
+    def take(self, other: _Stream, engine: _Engine) -> None:
+        """Be at the place of another stream, in an engine that has its counters."""
+        self.engine, self.index, self.clock = engine, other.index, engine.clock
+        self.part, self.done = other.part, engine.counters[other.index]
+        self.at, self.step, self.began = other.at, other.step, other.began
+        self.times = None
+
+    def go(self) -> None:
         """Go on until something must be waited for, which then calls this again."""
-        while self.at < len(self.nodes) or self._next_step():
-            at, node, ready = self.at, self.nodes[self.at], 0.0
-            if self.issued is not None:
-                ready = self.issued[node - self.first + self.step * self.size]
-                if ready > self.env.now:
+        engine, part, clock = self.engine, self.part, self.clock
+        counters = engine.counters
+        while self.at < len(part.nodes) or self._next_step():
+            at, ready = self.at, 0.0
+            node = part.nodes[at]
+            if engine.issued:
+                ready = engine.issued[part.role][node - part.first + self.step * part.size]
+                if ready > clock.now:
                     self._wait_until(ready)
                     return
-            for counter, k, per_step in self.needs[at]:
+            for stream, k, per_step in part.needs[at]:
                 if target := k + self.step * per_step:
+                    counter = counters[stream]
                     if len(counter.at) < target:
-                        counter.wake(target, self.env, self.go)
+                        counter.wake(target, self.go)
                         return
                     ready = max(ready, counter.at[target - 1])
             if self.times is not None:
                 self.times.ready[node] = ready
-            meeting, duration = self.meetings[at], self.seconds[at]
-            if meeting is not None and (gate := meeting.come()) is not None:
-                gate.callbacks.append(self._met)
+            group, duration = part.groups[at], part.seconds[at]
+            if group >= 0 and not engine.come(group, self._met):
                 return
-            self.began = self.env.now
+            self.began = clock.now
             if not duration:
                 self._end()
-            elif self.engine.shared is None:
-                Timeout(self.env, duration).callbacks.append(self._ended)
-                return
+                continue
+            if engine.shared is None:
+                clock.after(duration, self._ended)
+            elif (flow := part.flows[at]) is None:
+                engine.shared.compute(part.role, node, duration, self._ended)
             else:
-                pieces = self.engine.inside.get(node) or ((duration, self.flows[at]),)
-                self.engine.shared.run(self.role, pieces, self._ended)
-                return
+                engine.shared.message(flow, self._ended)
+            return
 
     def _next_step(self) -> bool:
         """Begin the next step, if there is one."""
+        engine = self.engine
+        if self.step + 1 == engine.steps:
+            engine.branch_off(self)
         self.at, self.step = 0, self.step + 1
-        if self.times is not None and self.step < self.engine.steps:
-            self.times = self.engine.times[self.step]
-        return self.step < self.engine.steps
+        if self.times is not None and self.step < engine.steps:
+            self.times = engine.times[self.step]
+        return self.step < engine.steps
 
     def _wait_until(self, moment: float) -> None:
         """Go on at a moment, to the bit: a sum of floats is exact if neither is more than the other, or is 0."""
-        now = self.env.now
+        now = self.clock.now
         wait = moment - now
-        Timeout(self.env, wait if wait <= now or not now else 0.75 * wait).callbacks.append(self.go)
+        self.clock.after(wait if wait <= now or not now else 0.75 * wait, self.go)
 
-    def _ended(self, _: Event) -> None:
+    def _ended(self) -> None:
         self._end()
         self.go()
 
     def _end(self) -> None:
         """End an instruction that this stream has run."""
-        meeting = self.meetings[self.at]
-        if meeting is not None:
-            meeting.end(self.began)
-        self._leave(meeting)
+        group = self.part.groups[self.at]
+        if group >= 0:
+            self.engine.ended(group, self.began)
+        self._leave()
 
-    def _met(self, _: Event) -> None:
+    def _met(self, start: float) -> None:
         """End an instruction that another member of its group has run."""
-        meeting = self.meetings[self.at]
-        assert meeting is not None, "only groups have a gate"
-        self.began = meeting.start
-        self._leave(meeting)
+        self.began = start
+        self._leave()
         self.go()
 
-    def _leave(self, meeting: _Meeting | None) -> None:
+    def _leave(self) -> None:
         """Leave the stream to the next instruction; a transfer arrives later."""
-        now, engine = self.env.now, self.engine
+        engine, group = self.engine, self.part.groups[self.at]
         if self.times is not None:
-            node = self.nodes[self.at]
-            self.times.start[node], self.times.end[node] = self.began, now
-        if meeting is not None and meeting.p2p and engine.latency:
-            self.done.depart(self.env, engine.latency)
+            node = self.part.nodes[self.at]
+            self.times.start[node], self.times.end[node] = self.began, self.clock.now
+        if group >= 0 and engine.work.latency and engine.work.prepared.p2p[group]:
+            self.done.depart(engine.work.latency)
         elif self.done.pending:
             self.done.pending.append(False)
         else:
-            self.done.count(now)
+            self.done.count()
         self.at += 1
-        if engine.ends is not None and self.at == len(self.nodes):
-            engine.ends.ended(self.index, self.step)
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """Hold the work of each step; see `run_engine` for the fields."""
-
-    prepared: Prepared
-    durations: Sequence[float]
-    latency: float
-    issue: float
-    flows: Sequence[Flow] | None
-    inside: Mapping[int, Sequence[TimedPiece]]
+        if engine.ends is not None and self.at == len(self.part.nodes):
+            engine.step_ended(self)
 
 
 class _Engine:
-    """Hold the streams of a plan and their shared state; `times` has an entry per step, or none."""
+    """Hold the streams of a plan and their shared state; `times` has an entry per step, or none.
 
-    def __init__(self, work: _Work, steps: int, times: Sequence[Times]) -> None:
-        self.env = Environment()
-        prepared = self.prepared = work.prepared
-        self.durations, self.latency, self.inside = work.durations, work.latency, work.inside
-        self.steps, self.times = steps, times
-        shares = work.flows is not None
-        self.flows: Sequence[Flow | None] = work.flows or [None] * len(prepared.groups)
-        self.shared = SharedActivities(self.env, len(prepared.roles)) if shares else None
+    Attributes:
+        rest: functions that are still to be called at this moment, before the next event.
+        meetings: by group, the members that have come to it.
+        branch: with `branches`, a copy of the engine when its first stream has ended all steps.
+    """
+
+    def __init__(
+        self, work: StepWork, steps: int, times: Sequence[Times], branches: bool = False
+    ) -> None:
+        self.work, self.steps, self.times = work, steps, times
+        self.clock = EventClock()
+        self.shared = (
+            SharedActivities(self.clock, len(work.sizes), work.profiles) if work.shares else None
+        )
         self.ends: _StepEnds | None = None
-        self.streams: list[_Stream] = []
-        self.counters = [_Counter() for _ in prepared.streams]
-        roles = range(len(prepared.roles) if work.issue else 0)
-        self.issued = [
-            array("d", accumulate(repeat(work.issue, self.instructions(r) * steps))) for r in roles
-        ]
-        groups = zip(prepared.groups, prepared.p2p)
-        self.meetings = [
-            _Meeting(self.env, len(g), p2p) if len(g) > 1 else None for g, p2p in groups
-        ]
-        self.place = array("q", [0]) * len(prepared)  # of a node on its stream, counted from 1
-        for nodes in prepared.streams:
-            for k, node in enumerate(nodes, 1):
-                self.place[node] = k
+        self.rest: deque[Callable[[], None]] = deque()
+        self.counters = [_Counter(self.clock) for _ in work.parts]
+        self.meetings: dict[int, _Meeting] = {}
+        self.issued = self._issued()
+        self.branch: _Engine | None = None
+        self._branches, self._first = branches, -1
+        self.streams = [_Stream(self, s) for s in range(len(work.parts))]
 
-    def start(self, ends: _StepEnds | None = None) -> None:
+    def start(self) -> None:
         """Let all streams go, in plan order."""
-        self.ends = ends
-        self.streams = [_Stream(self, s) for s in range(len(self.counters))]
-        for stream in self.streams:
-            stream.go()
+        self.rest.extend([stream.go for stream in self.streams])
+        self._call_rest()
+
+    def _call_rest(self) -> None:
+        while self.rest:
+            self.rest.popleft()()
+
+    def branch_off(self, stream: _Stream) -> None:
+        """Keep a copy of the engine, in which this stream has ended its steps."""
+        if self._branches:
+            self._branches, self._first = False, stream.index
+            self.branch = self.copied()
+
+    def copied(self) -> _Engine:
+        """Return a copy that keeps no times."""
+        memo: dict[int, object] = {id(times): None for times in self.times}
+        memo[id(self.times)] = ()
+        others = [_Stream.__new__(_Stream) for _ in self.streams]
+        memo |= {id(stream): other for stream, other in zip(self.streams, others)}
+        engine = deepcopy(self, memo)
+        for stream, other in zip(self.streams, others):  # one by one: they wait for each other
+            other.take(stream, engine)
+        return engine
+
+    def follow(self, steps: int, ends: _StepEnds) -> None:
+        """Go on from a branch until it is known how long steps take that follow the first."""
+        self.steps, self.ends = steps, ends
+        self.issued = self._issued()
+        stream = self.streams[self._first]
+        self.step_ended(stream)
+        stream.go()
+        self._call_rest()
+        self.clock.run()
+        self.drop()
 
     def drop(self) -> None:
-        """Drop the large objects: events that are left hold the streams, which hold each other."""
-        for stream in self.streams:
-            stream.needs, stream.seconds, stream.flows, stream.meetings = [], [], [], []
-        self.streams, self.counters, self.meetings, self.place = [], [], [], array("q")
+        """Drop the objects that refer to each other, so that they are gone without the garbage collector."""
+        self.streams, self.counters, self.shared = [], [], None
+        self.clock.drop()
 
-    def instructions(self, r: int) -> int:
-        """Return how many instructions a role has."""
-        return self.prepared.offsets[r + 1] - self.prepared.offsets[r]
+    def step_ended(self, stream: _Stream) -> None:
+        """Record that a stream has ended a step now."""
+        assert self.ends is not None, "only a branch counts ends"
+        self.ends.ended(stream.index, stream.step, self.clock.now)
+        self.clock.stopped = self.ends.known
 
-    def role_of(self, node: int) -> int:
-        """Return the index of a node's role."""
-        return bisect_right(self.prepared.offsets, node) - 1
+    def come(self, group: int, met: Callable[[float], None]) -> bool:
+        """Return whether all of a group have come, so that it runs now; else `met` is called with its start."""
+        size = len(self.work.prepared.groups[group])
+        meeting = self.meetings.get(group)
+        if meeting is None:
+            meeting = self.meetings[group] = _Meeting()
+        meeting.came += 1
+        if meeting.came == size:
+            return True
+        meeting.gate.append(met)
+        return False
 
-    def work(
-        self, nodes: Sequence[int]
-    ) -> tuple[list[float], list[Flow | None], list[_Meeting | None]]:
-        """Return for each node its duration (of its group's first), its load, and its group's meeting, if any."""
-        group_of, groups, durations = self.prepared.group_of, self.prepared.groups, self.durations
-        own = [group_of[node] for node in nodes]
-        seconds = [durations[node if g < 0 else groups[g][0]] for node, g in zip(nodes, own)]
-        return (
-            seconds,
-            [None if g < 0 else self.flows[g] for g in own],
-            [None if g < 0 else self.meetings[g] for g in own],
-        )
+    def ended(self, group: int, start: float) -> None:
+        """End a group, which ran from `start` to now."""
+        gate = self.meetings.pop(group).gate
+        self.clock.after(0.0, partial(self._open, gate, start))
 
-    def needs(self, nodes: Sequence[int]) -> list[tuple[_Need, ...]]:
-        """Return the needs of each node of a stream."""
-        prepared = self.prepared
-        before = after_updates(prepared).get(nodes[0])
-        needed = [
-            tuple([self._need(w, self.place[w]) for w in prepared.waits[node]]) for node in nodes
+    def _open(self, gate: Sequence[Callable[[float], None]], start: float) -> None:
+        self.rest.extend([partial(met, start) for met in gate])
+        self._call_rest()
+
+    def _issued(self) -> list[array[float]]:
+        """Return by role when its host has issued each instruction."""
+        issue, steps = self.work.issue, self.steps
+        return [
+            array("d", accumulate(repeat(issue, size * steps)))
+            for size in (self.work.sizes if issue else ())
         ]
-        if before is not None:  # the last that is computed in the step before
-            needed[0] += (self._need(before, 0),)
-        return needed
-
-    def _need(self, node: int, place: int) -> _Need:
-        s = self.prepared.stream_of[node]
-        return self.counters[s], place, len(self.prepared.streams[s])
 
     def finish(self) -> None:
         """Enter into the times when nodes were done, and when hosts had issued everything."""
         for step, times in enumerate(self.times):
-            for counter, nodes in zip(self.counters, self.prepared.streams):
+            for counter, nodes in zip(self.counters, self.work.prepared.streams):
                 done = counter.at[step * len(nodes) : (step + 1) * len(nodes)]
                 for node, at in zip(nodes, done, strict=True):
                     times.done[node] = at
             for r, issued in enumerate(self.issued):
-                upto = (step + 1) * self.instructions(r)
+                upto = (step + 1) * self.work.sizes[r]
                 times.host[r] = issued[upto - 1] if upto else 0.0

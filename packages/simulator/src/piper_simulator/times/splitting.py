@@ -25,7 +25,12 @@ from piper_ir.plan.plan import Channel, Plan, RolePlan
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.contention.flows import Resource, Wiring, passes, wiring
 from piper_simulator.durations.communication import rank_group
-from piper_simulator.durations.instances import in_step, instances
+from piper_simulator.durations.instances import (
+    axes_inside,
+    axes_of_equal_nodes,
+    in_step,
+    instances,
+)
 
 
 @dataclass(frozen=True)
@@ -51,9 +56,23 @@ def split(plan: Plan, cluster: Cluster | None, *, shared: bool) -> SplitPlan:
     """
     if cluster is None or plan.mesh.world == len(plan.roles) or plan.mesh.world > cluster.devices:
         return _whole(plan)
+    if _same_everywhere(plan, cluster):
+        return _whole(plan)
     meetings = _meetings(plan)
     ranks = _refined(plan, cluster, meetings, shared)
     return _by_colours(plan, meetings, ranks) if len(set(ranks)) > len(plan.roles) else _whole(plan)
+
+
+def _same_everywhere(plan: Plan, cluster: Cluster) -> bool:
+    """Return whether the ranks of each role are alike, since they differ only along axes of equal nodes.
+
+    Ranks that meet inside of every step are one unit. Else the ranks may be alike all the same.
+    """
+    placed = {axis for role in plan.roles for axis in role.placed}
+    within = {*placed, *axes_inside(plan)}
+    return axes_of_equal_nodes(plan, cluster).issuperset(
+        [axis for axis in plan.mesh.axes if axis not in within]
+    )
 
 
 def each_rank(plan: Plan, left_out: frozenset[int] = frozenset()) -> SplitPlan:

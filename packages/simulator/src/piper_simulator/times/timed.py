@@ -125,16 +125,15 @@ def time_steps(taken: PlanWork, steps: int = 1) -> Timed:
         times = _run(taken, steps)
         period_s = steady_state.period(prepared, durations, latency=latency, issue=issue)
         return Timed(times[0], times[-1], durations, period_s, None)
-    first = step_alone(taken)
+    first, period_s = engine.step_and_period(
+        prepared, durations, flows.messages, latency=latency, issue=issue, inside=flows.inside
+    )
     last = _run(taken, steps)[-1] if steps > 1 else first
     lasted = [end - start for start, end in zip(first.start, first.end, strict=True)]
     slowed = [
         sum(lasted[node] - durations[node] for node in range(a, b) if prepared.group_of[node] < 0)
         for a, b in pairwise(prepared.offsets)
     ]
-    period_s = engine.period(
-        prepared, durations, flows.messages, latency=latency, issue=issue, inside=flows.inside
-    )
     return Timed(first, last, lasted, period_s, max(0.0, *slowed))
 
 
