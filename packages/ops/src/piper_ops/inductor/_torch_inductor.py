@@ -127,7 +127,7 @@ class Launches:
 
     Attributes:
         moved: for each kernel in order the bytes of its operands, counted as often as it moves them.
-        peak: the most bytes of storages that were alive at once, without those of the arguments.
+        peak: the most bytes of storages that were alive at once, beyond the arguments.
         results: the tensors that it returns.
         others: the names of the ops that it calls as they are, beside its kernels.
     """
