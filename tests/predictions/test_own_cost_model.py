@@ -165,7 +165,9 @@ def test_the_bounds_and_the_sweep_of_a_search_rest_on_it() -> None:
     chosen = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=4))
     sketches = Sketches(problem, Programs(problem, None))
     sketch = sketches.sketch(chosen)
-    assert sketch is not None and sketches.period_s(chosen, sketch, 1)[0] == pytest.approx(5 * 3.0)
+    assert sketch is not None and sketches.computing_s(chosen, sketch, 1)[0] == pytest.approx(
+        5 * 3.0
+    )
     for model in (ConstantRates, Whole):  # by outline, and by the whole plan
         scored = score(replace(problem, model=model), chosen, {Wanted(1): None})
         assert (
@@ -209,9 +211,9 @@ def test_a_search_does_not_ask_a_model_about_single_steps_unless_it_promises_a_b
     chosen = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=4))
     sketches = Sketches(problem, Programs(problem, None))
     sketch = sketches.sketch(chosen)
-    assert sketch is not None and sketches.period_s(chosen, sketch, 1)[0] == 0.0
+    assert sketch is not None and sketches.computing_s(chosen, sketch, 1)[0] == 0.0
     promised = replace(problem, model=partial(DeviceModel))
-    assert Sketches(promised, Programs(promised, None)).period_s(chosen, sketch, 1)[0] > 0.0
+    assert Sketches(promised, Programs(promised, None)).computing_s(chosen, sketch, 1)[0] > 0.0
 
 
 def many(trial: Any) -> piper.Strategy:

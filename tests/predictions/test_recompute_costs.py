@@ -264,7 +264,7 @@ def test_bounds_of_the_tuner_know_policies_and_are_never_above_a_plan(
         bounds = sketches.filled_bytes(sketch, rows)
         filled[keep] = bounds["pp0"][0]
         assert 0 < max(bounds.values())[0] <= scored.peak_bytes
-        assert 0 < sketches.period_s(strategy, sketch, rows)[0] <= scored.period_s
+        assert 0 < sketches.computing_s(strategy, sketch, rows)[0] <= scored.period_s
     assert (
         filled["inputs"] <= filled["products"] <= filled["all"] and filled["inputs"] < filled["all"]
     )

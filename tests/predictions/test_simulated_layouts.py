@@ -366,7 +366,7 @@ def test_bounds_of_shared_chunks_hold() -> None:
         made = piper.compile(job(), strategy).plan
         ((held, _),) = sketches.filled_bytes(sketch, rows).values()
         assert 0.5 * made.roles[0].peak_bytes < held <= made.roles[0].peak_bytes
-        least, _ = sketches.period_s(strategy, sketch, rows)
+        least, _ = sketches.computing_s(strategy, sketch, rows)
         found = simulate(made, H100, contention=False)
         assert found.inside_comm_s < least <= found.period_s
 

@@ -39,7 +39,7 @@ def of_call(call: OpCall) -> OpIndexes:
         keys.append((node, 0))
     op = graph.placeholder("op")
     space.add_op(op, call, tuple(keys))
-    return space.indexed().ops[op]
+    return space.whole.ops[op]
 
 
 def place_of(tensor: Tensor, dim: int, outer: int, degree: int, place: int) -> Tensor:
