@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from tests.helpers import models, transformers
-from tests.helpers.compositions import PIPELINES, Composition, chunks_of
+from tests.helpers.compositions import PIPELINES, Composition, captured, chunks_of
 from tests.helpers.cover import Product, Row, Rule, part
 
 SIZES: Mapping[str, tuple[int, tuple[int, ...]]] = {
@@ -469,5 +469,6 @@ def drawn(seed: int) -> tuple[Composition, str]:
     made = composition(row, seed)
     tiles = 2 if row["model"] in TILED and seed % 3 == 0 else 1
     waits = "all" if seed % 4 == 2 else ""
-    made = replace(made, tiles=tiles, scaled=seed % 5 == 1, waits=waits, ahead=seed % 7 % 3)
+    scaled = seed % 5 == 1 and not captured(made.model, made.precision).auxiliary
+    made = replace(made, tiles=tiles, scaled=scaled, waits=waits, ahead=seed % 7 % 3)
     return made, row["launcher"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -211,6 +212,15 @@ def test_a_sum_and_a_mean_in_one_model_are_refused() -> None:
     both = Job(lambda: TwoKinds(mean_square), batch, F.mse_loss, sgd, global_batch=ROWS)
     with pytest.raises(CompileError, match="beside others that are sums"):
         piper.compile(both, STRATEGIES["microbatches"])
+
+
+def test_a_gradient_that_a_scale_does_not_reach_is_refused() -> None:
+    """A hook that scales is linear and trains the same; what WithLoss adds would be divided by the scale."""
+    scaled = piper.Precision("float64", loss_scale=piper.LossScale())
+    one = STRATEGIES["microbatches"]
+    piper.compile(replace(job(hook_that_scales, F.mse_loss), precision=scaled), one)
+    with pytest.raises(CompileError, match=r"return WithLoss.*a scaled loss"):
+        piper.compile(replace(job(mean_square, F.mse_loss), precision=scaled), one)
 
 
 class Attentive(nn.Module):

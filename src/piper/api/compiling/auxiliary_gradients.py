@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from piper_ir.ground.errors import CompileError
+
 if TYPE_CHECKING:
     from piper_capture import Captured
 
@@ -11,6 +13,19 @@ IN_THE_LOSS = (
     "Add the auxiliary loss to the loss of the job instead (let the model return it, and Job.loss take it from the "
     "output), or use one microbatch on one replica"
 )
+
+
+def check_unscaled(captured: Captured) -> None:
+    """Raise CompileError for a scaled loss beside a backward that is not linear in the gradient that comes in.
+
+    The gradient that such a backward adds is not scaled, and would be divided by the scale with all others.
+    """
+    for one in captured.auxiliary:
+        raise CompileError(
+            f"{one.line}: the backward is not linear in the gradient that comes in, so that a scaled loss "
+            f"(Precision(loss_scale=...)) trains something else: what it adds is not scaled. Leave the scale out "
+            f'(compute="bfloat16" needs none), or add the auxiliary loss to the loss of the job'
+        )
 
 
 def undivided(captured: Captured) -> str:

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from piper.api.captures.capturing import is_held, program_at, rewritten, traced_job
-from piper.api.compiling.auxiliary_gradients import undivided
+from piper.api.compiling.auxiliary_gradients import check_unscaled, undivided
 from piper.api.compiling.batch_statistics import MICROBATCH, averages_of, check_shared_norms
 from piper.api.compiling.batch_statistics import check_rows as check_norm_rows
 from piper.api.compiling.before_capture import check_before_capture
@@ -164,6 +164,8 @@ def compile(
     check_shared_norms(norms, trained.request.shardings)
     captured = rewritten(trained.captured, replace(trained.request, layers=()))
     captured = replace(captured, kernels=kernels)
+    if trained.training.scaled:
+        check_unscaled(captured)
     training = replace(trained.training, undivided=undivided(captured))
     with _remarks_in_errors(captured):
         lowered = compile_program(
