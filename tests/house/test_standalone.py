@@ -91,7 +91,7 @@ def test_negative_control_the_environment_is_really_empty(saved_plan: Path) -> N
 def test_the_wheel_has_everything_and_simulates_without_torch(
     saved_plan: Path, tmp_path: Path
 ) -> None:
-    """As a user gets it: one wheel in a new environment, with the command's two libraries beside it."""
+    """Install the wheel as a user does, in a new environment, with the command's two libraries beside it."""
     tracked = subprocess.run(
         ["git", "ls-files", "-z", "src", "packages"],
         cwd=ROOT,

@@ -109,7 +109,7 @@ def pieces_inside(prepared: Prepared, rng: Random, grid: float) -> dict[int, lis
 def test_pieces_inside_of_steps_end_when_an_event_for_each_ends_them(
     seed: int, issue: float, grid: float
 ) -> None:
-    """With `grid`, very many events have the same moment."""
+    """Compare the engines on a random plan; with `grid`, very many events have the same moment."""
     plan, durations = random_plan(seed, most_roles=5, most=25)
     prepared, rng = prepare(plan), Random(seed)
     if grid:

@@ -198,7 +198,7 @@ def test_a_split_simulation_is_that_of_all_ranks(seed: int, contention: bool) ->
 @settings(max_examples=30)
 @given(seed=st.integers(0, 1 << 30))
 def test_equal_nodes_change_nothing_when_each_is_looked_at(seed: int) -> None:
-    """On nodes that replicas fill, all results are the same to the bit as without the knowledge that nodes are equal."""
+    """Compare results with and without the knowledge that nodes are equal: they are the same to the bit."""
     rng = Random(seed)
     plan = random_work(rng)
     mesh = plan.mesh

@@ -86,7 +86,7 @@ def _moments(order: directives.Ordered, *, weights: bool) -> dict[Where, list[Or
 
 
 def _phases(weights: bool) -> tuple[str, ...]:
-    """Return the phase that opens a microbatch, and those that close it."""
+    """Return the phase that opens a microbatch, and the phases that close it."""
     return ("I", "W") if weights else ("F", "B", "I")
 
 
