@@ -13,10 +13,9 @@ from typing import Any
 
 from benchmarks.measure import Goal, Row, cpu_seconds, extremes_row
 from benchmarks.planned.spaces import (
-    DENSE,
+    FINITE,
     LLAMA,
     MIXTRAL,
-    MIXTURE,
     TINY,
     Case,
     Planned,
@@ -125,7 +124,7 @@ def _plain(strategy: Strategy) -> Strategy:
 
 def regret_rows(quick: bool) -> Iterator[Row]:
     """Return the regrets of searches in finite spaces: the period of the best found over that of the best, less 1."""
-    for case in (TINY,) if quick else (DENSE, MIXTURE):
+    for case in (TINY,) if quick else FINITE:
         if path_of(case).is_file():
             yield from regrets(case, 2 if quick else SEEDS, 10 if quick else FINITE_TRIALS)
 

@@ -63,7 +63,7 @@ DENSE = Case(
     32,
     4096,
     finite=True,
-    fixed={"attention": "ring"},
+    fixed={"attention": "ring", "graded": False},
 )
 MIXTURE = Case(
     "mixture",
@@ -82,7 +82,40 @@ MIXTURE = Case(
     32,
     4096,
     finite=True,
-    fixed={"cp": 1, "tp": 1},
+    fixed={"cp": 1, "tp": 1, "graded": False},
+)
+LONG = Case(
+    "long",
+    models.LlamaConfig(
+        layers=8, width=4096, heads=32, kv_heads=8, hidden=14_336, vocab=32_000, length=65_536
+    ),
+    "h100x8",
+    16,
+    65_536,
+    finite=True,
+    fixed={"tp": 1, "resident_mb": 0},
+)
+SMALL = Case(
+    "small",
+    models.LlamaConfig(
+        layers=18, width=4096, heads=32, kv_heads=8, hidden=14_336, vocab=128_256, length=32_768
+    ),
+    "a100-40gx4",
+    16,
+    32_768,
+    finite=True,
+    fixed={"tp": 1, "cp": 1, "resident_mb": 0},
+)
+LARGER = Case(
+    "larger",
+    models.LlamaConfig(
+        layers=32, width=8192, heads=64, kv_heads=8, hidden=28_672, vocab=32_000, length=4096
+    ),
+    "h100x8*8",
+    128,
+    4096,
+    finite=True,
+    fixed={"cp": 1, "sequence": True, "resident_mb": 0, "keep": "products"},
 )
 TINY = Case(
     "tiny",
@@ -93,7 +126,9 @@ TINY = Case(
     finite=True,
 )
 """A space for the smoke test."""
-CASES = {case.name: case for case in (LLAMA, MIXTRAL, DENSE, MIXTURE, TINY)}
+FINITE = (DENSE, MIXTURE, LONG, SMALL, LARGER)
+"""Dense on one node; experts; long rows; little memory; several nodes."""
+CASES = {case.name: case for case in (LLAMA, MIXTRAL, *FINITE, TINY)}
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ from itertools import combinations
 import pytest
 
 from piper import models
+from piper.api.problems.scale import Scale
 from piper.api.problems.spaces import StrategySpace
 from piper.api.reference.reference_differences import Difference
 from piper.models import DecoderConfig, Experts
 from piper.planning import rehearsal
 from piper.planning.rehearsal import rehearse, shrunk_model
-from piper_compiler import Strategy
+from piper_compiler import Strategy, recompute
 from piper_ir.ground.mesh import Mesh
 
 LARGE = DecoderConfig(
@@ -25,14 +26,16 @@ MIXTURE = DecoderConfig(
 )  # fmt: skip
 
 
-def space(experts: bool = False, **sizes: int) -> StrategySpace:
+def space(experts: bool = False, memory_bytes: int = 10**9, **sizes: int) -> StrategySpace:
     return StrategySpace(
         64,
         512,
         32,
         {axis: (sizes.get(axis, 1),) for axis in ("tp", "cp", "ep", "pp")},
         (1,),
-        experts,
+        Scale(0, 1, 1, 1024, memory_bytes, 1.0, 1.0, 1.0, 8),
+        8 if experts else 1,
+        tiles=True,
     )
 
 
@@ -47,6 +50,14 @@ def test_a_pipeline_beside_fsdp_and_tensor_parallelism():
     assert report.equal and len(report.reports) == 1
     assert str(report.reports[0].strategy.mesh) == "Mesh(pp=2, dp=2, tp=2)"
     assert "equal to plain PyTorch" in report.text()
+
+
+def test_what_saves_memory_is_rehearsed():
+    params = {"schedule": "interleaved", "chunks": 2, "keep": "inputs", "graded": True}
+    report = rehearse(LARGE, chosen(**params, tiles=8, away=0.5), space(pp=4, memory_bytes=120_000))
+    directives = report.reports[0].strategy.directives
+    assert report.equal and {"Offload", "TileLoss"} <= {type(d).__name__ for d in directives}
+    assert {d.keep for d in directives if isinstance(d, recompute)} == {"inputs", "attention"}
 
 
 @pytest.mark.long

@@ -4,6 +4,8 @@ by name what does not go together."""
 from __future__ import annotations
 
 import json
+from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,13 @@ import pytest
 from typer.testing import CliRunner
 
 import piper
+from benchmarks.planned.tables import draws
 from piper import cli, models
 from piper.api.problems.spaces import StrategySpace
 from piper.api.problems.tuning_problem import Conditions, problem_of
+from piper_autotune import NothingFoundError
+from piper_autotune.scoring.evaluators import Here
+from piper_autotune.scoring.scoring import Refused
 from piper_autotune.space.problem import Programs, wanted_by
 from piper_autotune.space.rules import PruningRules
 from piper_autotune.space.sketch import Sketches
@@ -38,7 +44,20 @@ MIXTURE = models.MoEConfig(
     experts=4,
     top_k=2,
 )
+WHOLE = {"capacity_factor": None, "number": 16}
+LONG = models.LlamaConfig(
+    layers=16, width=2048, heads=16, kv_heads=4, hidden=8192, vocab=128_256, length=262_144
+)
 CLUSTER = "h100x8*2"
+USUAL = {
+    "cp": 1,
+    "ep": 1,
+    "rows": 1,
+    "sequence": True,
+    "schedule": "1f1b",
+    "zero": 1,
+    "bucket_mb": 25.0,
+}
 
 
 def llama() -> piper.Job:
@@ -47,6 +66,19 @@ def llama() -> piper.Job:
 
 def mixture() -> piper.Job:
     return models.job(MIXTURE, global_batch=16)
+
+
+def dropless() -> piper.Job:
+    return models.job(replace(MIXTURE, experts=replace(MIXTURE.experts, **WHOLE)), global_batch=16)
+
+
+def long_rows() -> piper.Job:
+    return models.job(LONG, global_batch=16)
+
+
+def one_device(job: piper.Job, **fixed: Any) -> Any:
+    space = piper.space(job, "h100x1", **fixed)
+    return piper.tune(job, space, cluster="h100x1", trials=16, workers=0)
 
 
 class Chosen(optuna.trial.FixedTrial):
@@ -66,14 +98,15 @@ def test_axes_have_the_sizes_that_divide() -> None:
     space = piper.space(llama(), CLUSTER)
     assert dict(space.sizes) == {"tp": (1, 2, 4, 8), "cp": (1, 2), "ep": (1,), "pp": (1, 2, 4)}
     assert (space.devices, space.layers, space.rows) == (16, 4, (1, 2, 4, 8))
-    assert piper.space(mixture(), CLUSTER).sizes["ep"] == (1, 2, 4, 8)
+    assert piper.space(mixture(), CLUSTER).sizes["ep"] == (1, 2, 4)
 
 
 def test_a_search_begins_with_what_is_published_and_with_each_mesh_in_little_memory() -> None:
     space = piper.space(llama(), CLUSTER)
     sizes = {"tp": 1, "cp": 1, "ep": 1, "pp": 1, "rows": 1}
     states = {"zero": 3, "resident_mb": 0, "prefetch": 1, "bucket_mb": 100.0}
-    usual = {"schedule": "1f1b", "sequence": True, "attention": "ring"}
+    usual = {"schedule": "1f1b", "sequence": True, "attention": "ring", "fold": False}
+    usual |= {"graded": False, "away": 0.0}
     fsdp, tensor = ({**sizes, **states, **usual, "keep": "attention", "tp": tp} for tp in (1, 8))
     assert space.starts.index(fsdp) < space.starts.index(tensor), "messages of layers take time"
     assert {start.get("chunks") for start in replace(space, layers=16).starts} == {None, 4}
@@ -120,7 +153,81 @@ def test_any_choice_is_a_strategy_of_all_devices_or_is_left_out_with_its_reason(
         except SkippedError as skip:
             skipped.append(str(skip))
     assert set(worlds) == {16} and len(worlds) > 50
-    assert all("divide" in text or "do not fill" in text for text in skipped) and skipped
+    reasons = ("divide", "do not fill", "need whole rows")
+    assert all(any(reason in text for reason in reasons) for text in skipped) and skipped
+
+
+@pytest.mark.parametrize("make", [llama, long_rows, dropless])
+def test_every_call_is_written_as_it_is_meant(make: Any) -> None:
+    space = piper.space(make(), CLUSTER)
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
+    names, seen = {"piper": piper, "recipes": piper.recipes, "where": piper.where}, set()
+    for _ in range(100):
+        trial = study.ask()
+        trial.skip = Chosen({}).skip  # type: ignore[attr-defined]
+        with suppress(SkippedError):
+            for call in space.chosen(trial)[1]:
+                made = eval(f"({call.text()},)", {**names, "ANY": piper.ANY})
+                assert made == tuple(call.directives)
+                seen.add((call.name, "over" in call.how))
+    if make is long_rows:
+        assert {"tile_loss", "offload", "recomputation"} <= {name for name, _ in seen}
+    if make is dropless:
+        assert ("expert_parallel", True) in seen
+
+
+@each_case(
+    ("layers", "length", "fixed", "used"),
+    [(4, 131_072, {"tiles": 1, "away": 0.0}, "tiles"), (24, 262_144, {"away": 0.0}, "away")],
+)
+def test_a_job_that_fits_no_other_way(
+    layers: int, length: int, fixed: dict[str, Any], used: str
+) -> None:
+    job = models.job(replace(LONG, layers=layers, length=length), global_batch=1)
+    with pytest.raises(NothingFoundError, match="of this space fits into"):
+        one_device(job, **fixed)
+    study = one_device(job)
+    assert study.best_row is not None and study.best_row.params[used] > (used == "tiles")
+    assert study.best is not None and study.rows[0].state == "complete", "it is tried first"
+    strategy = piper.Strategy(study.best.mesh, study.best.directives)
+    assert piper.simulate(piper.compile(job, strategy).plan, "h100x1").fits
+
+
+def test_tensors_that_wait_on_the_host_are_in_no_bound() -> None:
+    cluster = load_cluster("h100x1")
+    job = models.job(replace(LONG, layers=24, length=262_144), global_batch=1)
+    space = piper.space(job, cluster)
+    for gib, rules_of in ((79, ("activations", None)), (16, ("states", "states"))):
+        problem, more = problem_of(job, Conditions(cluster, memory_limit=gib * 2**30))
+        rules = PruningRules(problem, Programs(problem, more["at_rows"], more["under"]))
+        for away, rule in zip((0.0, 1.0), rules_of):
+            pruned = rules.check(chosen(space, tiles=8, away=away, keep="products"))
+            assert (pruned and pruned.rule) == rule
+
+
+def test_later_stages_keep_more_where_the_first_are_full() -> None:
+    space = piper.space(long_rows(), CLUSTER)
+    calls = space.chosen(Chosen({**USUAL, "pp": 4, "tp": 4, "graded": True, "keep": "products"}))[
+        1
+    ]
+    (keep,) = (call.how["keep"] for call in calls if call.name == "recomputation")
+    assert keep == ("products", "products", "all", "all")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("make", [llama, long_rows, mixture, dropless])
+def test_random_choices_compile_or_a_rule_rejects_them(make: Any) -> None:
+    job, cluster = make(), load_cluster(CLUSTER)
+    problem, more = problem_of(job, Conditions(cluster, memory_limit=cluster.device.memory_bytes))
+    programs = Programs(problem, more["at_rows"], more["under"])
+    rules, here = PruningRules(problem, programs), Here(problem, programs)
+    kinds = Counter[str]()
+    for _, strategy in draws(piper.space(job, cluster), 40):
+        pruned = rules.check(strategy)
+        outcome = here.result(here.submit(strategy)) if pruned is None else pruned
+        assert not isinstance(outcome, Refused), outcome
+        kinds[type(outcome).__name__] += 1
+    assert kinds["Scored"] > 10
 
 
 @pytest.mark.long
@@ -131,6 +238,7 @@ def test_any_choice_is_a_strategy_of_all_devices_or_is_left_out_with_its_reason(
         {"cp": 2, "zero": 3, "prefetch": 1, "resident_mb": "step", "keep": "inputs", "rows": 2},
         {"pp": 2, "schedule": "interleaved", "chunks": 2, "zero": 1},
         {"tp": 8, "sequence": False, "zero": 1},
+        {"cp": 2, "tp": 8, "sequence": True, "zero": 0},
     ],
 )
 def test_its_strategies_compile(choices: dict[str, Any]) -> None:

@@ -100,6 +100,11 @@ def _shrunk(call: RecipeCall, axes: tuple[str, ...]) -> RecipeCall | None:
         return call if any(OF_AXIS.get(axis) == call.name for axis in axes) else None
     if call.name == "data_parallel":
         return call if {"dp", "ep", "cp"} & set(axes) else None
+    if call.name == "offload":
+        return RecipeCall(call.name, {**call.how, "least_mb": 0})
+    if call.name == "recomputation":
+        first, last = call.how["keep"][0], call.how["keep"][-1]
+        return RecipeCall(call.name, {"keep": (first, last) if "pp" in axes else (first,)})
     if "pp" not in call.how:
         return call
     if "pp" not in axes:

@@ -20,6 +20,12 @@ KEPT_BYTES = 8
 """The bytes of a parameter and of its gradient in float32: each device keeps them with zero=1."""
 SHARED_BYTES = 8
 """The bytes of Adam's two moments of a parameter in float32: replicas share them with zero=1."""
+KEPT_OF_LAYER = {"all": 45, "products": 20, "attention": 4, "inputs": 2}
+"""The bytes, per element between layers, that a layer keeps by policy: of plans of a Llama whose MLP is 4 x as wide."""
+CLASS_BYTES = 4
+"""The bytes of a logit: itself and its gradient in 2 bytes each."""
+SHORT = 0.7
+"""The part of a device's memory beyond which it counts as short."""
 FULL = 0.5
 """The part of a device's memory that states may fill in the first candidate of a mesh with stages."""
 FLOPS = 8
@@ -48,6 +54,7 @@ class Scale:
 
     Attributes:
         parameters: of the model.
+        classes: the largest dimension of a parameter, which is that of logits.
         width: the elements of a token between layers: the size that most dimensions of parameters have.
         tokens: of a row.
         memory_bytes: of the smallest device.
@@ -58,6 +65,7 @@ class Scale:
     """
 
     parameters: int
+    classes: int
     width: int
     tokens: int
     memory_bytes: int
@@ -74,6 +82,7 @@ class Scale:
         device, links = cluster.device, cluster.network.links[0]
         return cls(
             sum(map(prod, shapes)),
+            max(dims, default=1),
             dims.most_common(1)[0][0] if dims else 1,
             tokens,
             min(kind.device.memory_bytes for kind in cluster.kinds),
@@ -82,6 +91,41 @@ class Scale:
             links.inter_bandwidth,
             cluster.per_node,
         )
+
+    def own(self, at: Mapping[str, Any]) -> float:
+        """Return the parameters of a device, if experts have most of them."""
+        return self.parameters / (int(at["tp"]) * int(at["pp"]) * int(at["ep"]))
+
+    def is_short(
+        self, at: Mapping[str, int], layers: int, rows: int, sharers: int, tiles: int
+    ) -> bool:
+        """Return whether a device has little memory left with all states shared and all of a layer made again."""
+        return (
+            self._held(at, layers, rows, sharers, "inputs", 1.0, tiles) > SHORT * self.memory_bytes
+        )
+
+    def fits_kept(
+        self, at: Mapping[str, int], layers: int, rows: int, sharers: int, keep: str, flying: float
+    ) -> bool:
+        """Return whether a device has memory for a policy and a part of the most microbatches in flight."""
+        return self._held(at, layers, rows, sharers, keep, flying, 1) <= self.memory_bytes
+
+    def _held(
+        self,
+        at: Mapping[str, int],
+        layers: int,
+        rows: int,
+        sharers: int,
+        keep: str,
+        flying: float,
+        tiles: int,
+    ) -> float:
+        """Return the bytes of a device, roughly: states, kept tensors, and one layer made again or the logits."""
+        tokens = rows * self.tokens / (at["tp"] * at["cp"])
+        states = self.own(at) * (KEPT_BYTES + SHARED_BYTES) / max(1, sharers)
+        kept = flying * layers * KEPT_OF_LAYER[keep] * self.width
+        again = max(KEPT_OF_LAYER["all"] * self.width, CLASS_BYTES * self.classes / tiles)
+        return states + tokens * (kept + again)
 
     def fits_whole(self, own: float, sharers: int) -> bool:
         """Return whether a device may keep `own` parameters and gradients whole, and share the optimizer's states."""
@@ -102,8 +146,9 @@ class Scale:
             + KEY_VALUES * elements * (cp - 1) / self._rate(tp * cp)
             + ROUTED * elements * (ep - 1) / ep / self._rate(tp * cp * ep)
         )
-        own = self.parameters / (tp * pp * ep)
-        moved = own * (GATHERED_BYTES * microbatches if choices["zero"] == 3 else UPDATED_BYTES)
+        moved = self.own(choices) * (
+            GATHERED_BYTES * microbatches if choices["zero"] == 3 else UPDATED_BYTES
+        )
         sharers = replicas * cp
         states_s = moved / self._rate(sharers * tp, tp) if sharers > 1 else 0.0
         hidden_s = HIDDEN * compute_s if choices["zero"] == 3 else 0.0

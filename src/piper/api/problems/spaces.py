@@ -6,18 +6,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
+from math import gcd, prod
 from typing import TYPE_CHECKING, Any
 
 from piper.api.captures.capturing import traced_job
 from piper.api.ground.clusters import chosen_cluster
 from piper.api.problems.scale import Scale
-from piper_compiler import Strategy, recipes, recompute
+from piper_compiler import Strategy, offload, recipes, recompute, tile_loss
 from piper_ir.ground.errors import TuneError
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.select import ANY, Where, where
 from piper_simulator import Cluster
 
 if TYPE_CHECKING:
+    from piper_capture import Traced
     from piper_runtime import Job
 
 MOST_TP = 8
@@ -34,18 +36,33 @@ MOST_CHUNKS = 8
 """The most stages of a device that schedules interleave."""
 KEPT = ("all", "products", "attention", "inputs")
 """The policies of recomputation, by how much of a layer they keep."""
+TILES = 8
+"""The tiles of tokens in which a large loss is computed, as in torchtitan's recipes."""
+PARTS_AWAY = (0.0, 0.5, 1.0)
+"""The parts of the layers, the first ones, whose tensors may wait for their backward in the memory of the host."""
 SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v")
 """The schedules of pipelines; zbv and dualpipe_v have two stages on each device, interleaved has `chunks`."""
+FEWER_LATER = ("one_f_one_b", "interleaved", "zb_h1")
+"""The recipes of schedules under which the later devices of a pipeline have fewer microbatches in flight."""
 AXES = ("tp", "cp", "ep", "pp")
+CHOICES = (
+    *AXES, "rows", "sequence", "attention", "fold", "schedule", "tiles", "keep", "graded", "away", "zero",
+    "resident_mb",
+)  # fmt: skip
+"""The parameters that may be fixed."""
 STAGES_OF_LAYERS = 5
 """The most stages of a device in a first candidate with interleaved ones (Megatron's recipes of Llama have 5)."""
 
 Sizes = tuple[int, ...]
 
 
+DIRECTIVES = {"recompute": recompute, "offload": offload, "tile_loss": tile_loss}
+"""The directives that stand beside recipes."""
+
+
 @dataclass(frozen=True)
 class RecipeCall:
-    """Name a recipe of `piper.recipes`, or the directive `recompute`, and its arguments."""
+    """Name a recipe of `piper.recipes`, or a directive, and its arguments."""
 
     name: str
     how: Mapping[str, Any]
@@ -53,17 +70,18 @@ class RecipeCall:
     @cached_property
     def directives(self) -> Sequence[Any]:
         """Return the recipe's directives."""
-        if self.name == "recompute":
-            return (recompute(**self.how),)
+        if self.name in DIRECTIVES:
+            return (DIRECTIVES[self.name](**self.how),)
         directives: Sequence[Any] = getattr(recipes, self.name)(**self.how)
         return directives
 
     def text(self) -> str:
         """Return the call as people write it, in a tuple of directives."""
-        if self.name == "recompute":
-            return f"piper.recompute({self.how['selection']}, keep={self.how['keep']!r})"
-        arguments = ", ".join(f"{name}={value!r}" for name, value in self.how.items())
-        return f"*recipes.{self.name}({arguments})"
+        arguments = ", ".join(
+            f"{value}" if name == "selection" else f"{name}={value!r}"
+            for name, value in self.how.items()
+        )
+        return f"{'piper.' if self.name in DIRECTIVES else '*recipes.'}{self.name}({arguments})"
 
 
 @dataclass(frozen=True)
@@ -80,7 +98,9 @@ class StrategySpace:
         sizes: the sizes of the axes tp, cp, ep and pp that are tried.
         rows: the rows of a microbatch that are tried.
         scale: sizes and rates on which the time of a mesh depends.
-        experts: whether the model has experts that an axis may share.
+        experts: how many the model has in a layer that axes may share.
+        dropless: whether experts take every token; those with a capacity need the tokens of whole rows.
+        tiles: whether the loss may be computed in tiles.
         fixed: values of parameters that are not tried, by name.
     """
 
@@ -90,7 +110,9 @@ class StrategySpace:
     sizes: Mapping[str, Sizes]
     rows: Sizes
     scale: Scale
-    experts: bool = False
+    experts: int = 1
+    dropless: bool = False
+    tiles: bool = False
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, trial: Any) -> Strategy:
@@ -106,20 +128,20 @@ class StrategySpace:
             trial.skip(text)
         replicas = self._replicas(at)
         calls: list[RecipeCall] = []
+        tokens_over = [axis for axis in ("tp", "cp") if at[axis] > 1]
         if at["tp"] > 1:
-            sequence = self._choice(trial, "sequence", (True, False))
+            whole = at["ep"] > 1 and not self.dropless
+            sequence = not whole and self._choice(trial, "sequence", (True, False))
             calls.append(RecipeCall("tensor_parallel", {"sequence": sequence}))
+            if not sequence:
+                tokens_over.remove("tp")
         if at["cp"] > 1:
             exchange = self._choice(trial, "attention", ("ring", "heads", "gather"))
             calls.append(RecipeCall("context_parallel", {"attention": exchange}))
         if at["ep"] > 1:
-            calls.append(RecipeCall("expert_parallel", {}))
+            calls.append(self._shared_experts(trial, at, tokens_over))
         calls.append(self._pipeline(trial, at["pp"], self.global_batch // (replicas * rows)))
-        keep = self._choice(trial, "keep", KEPT)
-        if keep != "all":
-            calls.append(RecipeCall("recompute", {"selection": self._layers, "keep": keep}))
-        if replicas * at["cp"] > 1:
-            calls.append(self._replicated(trial, at))
+        calls += [*self._kept(trial, at, rows, calls[-1]), *self._replicated(trial, at)]
         sizes = {axis: size for axis, size in at.items() if size > 1}
         return Mesh(**sizes, dp=replicas // at["ep"]), calls
 
@@ -149,12 +171,16 @@ class StrategySpace:
         Beside stages only the optimizer's states are shared if the others fit: a pipeline with zero=3 gathers all
         parameters for each microbatch, which is slow, and slow to compile.
         """
-        sharing = self._replicas(at) // at["ep"] * at["cp"]
-        own = self.scale.parameters / (at["tp"] * at["pp"] * at["ep"])
-        zero = 1 if at["pp"] > 1 and self.scale.fits_whole(own, sharing) else 3
+        own = self.scale.own(at)
+        zero = 1 if at["pp"] > 1 and self.scale.fits_whole(own, self._sharing(at)) else 3
         states = {"zero": zero, "resident_mb": 0, "prefetch": 1, "bucket_mb": 100.0}
         rest = {"keep": "inputs", "schedule": "1f1b", "sequence": True, "attention": "ring"}
-        return {**at, "rows": self.rows[0], **rest, **states}
+        rest["fold"] = False
+        spared = {"graded": False, "away": 0.0}
+        if self._is_short(at, tiles=1):
+            tiles = TILES if self._tiled(at) else 1
+            spared = {"tiles": tiles, "graded": False, "away": float(self._is_short(at, tiles))}
+        return {**at, "rows": self.rows[0], **rest, **spared, **states}
 
     def _published(self, cells: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yield the layouts that people publish, as far as they divide.
@@ -184,6 +210,8 @@ class StrategySpace:
         replicas = self._replicas(at)
         if replicas % at["ep"]:
             return f"{replicas} replicas do not divide into groups of ep = {at['ep']}"
+        if at["ep"] * at["cp"] > max(at["ep"], at["cp"]) and not self.dropless:
+            return f"experts with a capacity need whole rows: ep = {at['ep']} does not go with cp = {at['cp']}"
         if self.global_batch % (replicas * rows):
             return f"{self.global_batch} rows do not divide into {replicas} replicas of {rows} rows per microbatch"
         return ""
@@ -202,16 +230,78 @@ class StrategySpace:
             trial.skip(f"{self.layers} layers do not fill {stages} stages")
         return call
 
-    def _replicated(self, trial: Any, at: Mapping[str, int]) -> RecipeCall:
-        """Return how gradients are summed, and which states are shared among all that have the same parameters."""
+    def _shared_experts(
+        self, trial: Any, at: Mapping[str, int], tokens_over: Sequence[str]
+    ) -> RecipeCall:
+        """Return how devices share experts: along ep alone, or also along the axes that share the tokens of a row."""
+        over = (*tokens_over, "ep")
+        may = self.dropless and tokens_over and not self.experts % prod(at[axis] for axis in over)
+        folded = may and self._choice(trial, "fold", (False, True))
+        return RecipeCall("expert_parallel", {"over": over} if folded else {})
+
+    def _kept(
+        self, trial: Any, at: Mapping[str, int], rows: int, stages: RecipeCall
+    ) -> Iterator[RecipeCall]:
+        """Yield what a device keeps of a forward, and where: less for more compute or messages.
+
+        Tiles of the loss, and tensors that wait on the host, are asked for only where memory is short with all of a
+        layer made again; policies by stage only where the sizes of one microbatch let the last devices keep more.
+        """
+        tiles = 1
+        if self._is_short(at, tiles=1) and self._tiled(at):
+            tiles = self._choice(trial, "tiles", (1, TILES))
+        if tiles > 1:
+            yield RecipeCall("tile_loss", {"tiles": tiles})
+        keep = self._choice(trial, "keep", KEPT)
+        if self._may_grade(at, rows, keep, stages) and self._choice(trial, "graded", (False, True)):
+            more, number = KEPT[KEPT.index(keep) - 1], recipes.stages_of(stages.directives) or 1
+            later = [stage % at["pp"] >= at["pp"] // 2 for stage in range(number)]
+            yield RecipeCall("recomputation", {"keep": tuple(more if k else keep for k in later)})
+        elif keep != "all":
+            yield RecipeCall("recompute", {"selection": self._layers, "keep": keep})
+        if self._is_short(at, tiles) and (part := self._choice(trial, "away", PARTS_AWAY)):
+            number = round(self.layers * part)
+            first = where(layer=range(number)) if number < self.layers else self._layers
+            yield RecipeCall("offload", {"selection": first})
+
+    def _is_short(self, at: Mapping[str, int], tiles: int) -> bool:
+        """Return whether a mesh leaves little memory with the least rows, all states shared and layers made again."""
+        return self.scale.is_short(at, self.layers, self.rows[0], self._sharing(at), tiles)
+
+    def _tiled(self, at: Mapping[str, int]) -> bool:
+        """Return whether the loss may be in tiles, which divide the tokens of a row on each device."""
+        return self.tiles and not self.scale.tokens % (at["tp"] * at["cp"] * TILES)
+
+    def _may_grade(self, at: Mapping[str, int], rows: int, keep: str, stages: RecipeCall) -> bool:
+        """Return whether later devices may keep by the next policy, and the first may not, by sizes alone."""
+        if at["pp"] == 1 or keep == KEPT[0] or stages.name not in FEWER_LATER:
+            return False
+        more = KEPT[KEPT.index(keep) - 1]
+        first, later = (
+            self.scale.fits_kept(at, self.layers, rows, self._sharing(at), more, flying)
+            for flying in (1.0, 0.5)
+        )
+        return later and not first
+
+    def _sharing(self, at: Mapping[str, int]) -> int:
+        """Return how many devices have the same parameters."""
+        return self._replicas(at) // at["ep"] * at["cp"]
+
+    def _replicated(self, trial: Any, at: Mapping[str, int]) -> Iterator[RecipeCall]:
+        """Yield how gradients are summed, and which states are shared among all that have the same parameters."""
+        replicas = self._replicas(at)
+        if replicas * at["cp"] == 1:
+            return
         over = tuple(axis for axis in ("dp", "ep", "cp") if axis == "dp" or at[axis] > 1)
         zero = self._choice(trial, "zero", (0, 1, 2, 3))
+        if replicas == 1 and not zero:  # the devices along cp have the same rows
+            return
         how: dict[str, Any] = {"over": over, "zero": zero}
         how["bucket_mb"] = trial.suggest_float("bucket_mb", 25.0, 800.0, log=True)
         if zero == 3:
             how["prefetch"] = trial.suggest_int("prefetch", 1, 2)
             how["resident_mb"] = self._choice(trial, "resident_mb", (0, "step"))
-        return RecipeCall("data_parallel", how)
+        yield RecipeCall("data_parallel", how)
 
     @property
     def _layers(self) -> Where:
@@ -228,29 +318,29 @@ def space(job: Job, cluster: str | Cluster, **fixed: Any) -> StrategySpace:
     """Return the space of a job's strategies on a cluster, for `piper.tune`.
 
     It has the sizes of all axes that divide (tp inside of a node, cp for long rows, ep for mixtures, pp by layers), the
-    schedule, the rows of a microbatch, the activations kept for the backward, the states that ranks share, and buckets.
+    schedule, the rows of a microbatch, the activations kept for the backward, the states that ranks share, and buckets;
+    where memory is short, tiles of the loss and activations that wait on the host.
 
     Args:
         job: The job, which is traced.
         cluster: Its name, or a Cluster; all of its devices are used.
-        fixed: Choices that are not tried, by name: `tp`, `cp`, `ep`, `pp`, `rows`, `sequence`, `attention`,
-            `schedule`, `keep`, `zero`, `resident_mb`.
+        fixed: Choices that are not tried, by name, of `CHOICES`.
 
     Raises TuneError for an unknown name, and JobError or CaptureError for a job that cannot be traced.
     """
     target = chosen_cluster(cluster)
     if target is None:
         raise TuneError("space: a cluster is needed, by its name such as 'h100x8*16', or a Cluster")
-    known = (*AXES, "rows", "sequence", "attention", "schedule", "keep", "zero", "resident_mb")
-    if unknown := [name for name in fixed if name not in known]:
-        raise TuneError(f"space({unknown[0]}=...): accepted are {', '.join(known)}")
+    if unknown := [name for name in fixed if name not in CHOICES]:
+        raise TuneError(f"space({unknown[0]}=...): accepted are {', '.join(CHOICES)}")
     traced = traced_job(job)
     layers = len({c.coords["layer"] for c in traced.outline.chunks if "layer" in c.coords})
     devices, tokens = target.devices, job.tokens_per_row or 0
+    experts = _experts(traced)
     sizes = {
         "tp": _powers(devices, min(target.per_node, MOST_TP)),
         "cp": _powers(devices, min(MOST_CP, max(1, tokens // LEAST_TOKENS))),
-        "ep": _powers(devices, target.per_node if traced.experts else 1),
+        "ep": _powers(gcd(devices, experts), target.per_node),
         "pp": tuple(n for n in _divisors(devices, MOST_STAGES) if n <= max(layers, 1)),
     }
     for axis in AXES:
@@ -259,9 +349,16 @@ def space(job: Job, cluster: str | Cluster, **fixed: Any) -> StrategySpace:
     rows = (fixed["rows"],) if "rows" in fixed else _divisors(job.global_batch, MOST_ROWS)
     rest = {name: value for name, value in fixed.items() if name not in (*AXES, "rows")}
     scale = Scale.of(traced, tokens, target)
+    tiles = bool(tokens) and traced.has_cross_entropy
     return StrategySpace(
-        devices, job.global_batch, layers, sizes, rows, scale, traced.experts, rest
+        devices, job.global_batch, layers, sizes, rows, scale, experts, traced.dropless, tiles, rest
     )
+
+
+def _experts(traced: Traced) -> int:
+    """Return how many experts a layer has, 1 if it has none: as many as its matrices of parameters in one."""
+    stacked = [p.shape[0] for p in traced.forward.params if len(p.shape) == 3]
+    return gcd(*stacked) if traced.experts and stacked else 1
 
 
 def _powers(number: int, most: int) -> Sizes:

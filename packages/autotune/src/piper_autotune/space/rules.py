@@ -131,6 +131,8 @@ class PruningRules:
             "buckets",
             {role: (nbytes, whole) for role, nbytes in sketches.bucket_bytes(sketch).items()},
         )
+        if sketch.away:
+            return
         what = "its state and what {} microbatches of {} rows keep for backward".format
         filled = sketches.filled_bytes(sketch, rows)
         yield (

@@ -50,6 +50,7 @@ class Sketch:
         variants: the names of variants of chunks that are under one.
         graph: one microbatch, placed, with the buckets of parameters.
         orders: the orders of devices.
+        away: whether tensors that wait for a backward may leave the device.
     """
 
     microbatches: int
@@ -59,6 +60,7 @@ class Sketch:
     variants: Mapping[str, str] = field(default_factory=dict)
     graph: Graph = field(kw_only=True, compare=False, repr=False)
     orders: Sequence[directives.Ordered] = field(kw_only=True, compare=False, repr=False)
+    away: bool = field(kw_only=True)
 
     @cached_property
     def groups(self) -> tuple[ChunkGroup, ...]:
@@ -137,6 +139,7 @@ class Sketches:
             variants,
             graph=graph,
             orders=orders,
+            away=any(d.away for d in decisions),
         )
 
     def rows(self, sketch: Sketch) -> int | None:

@@ -48,6 +48,18 @@ class Traced:
         return self._make()
 
     @property
+    def has_cross_entropy(self) -> bool:
+        """Return whether the model's loss, or a part of it, is torch's cross_entropy."""
+        loss = torch.ops.piper.cross_entropy.default
+        return any(node.target is loss for node in self.forward.graph.nodes)
+
+    @property
+    def dropless(self) -> bool:
+        """Return whether experts take every token that chose them, by grouped products."""
+        product = torch.ops.piper.grouped_mm.default
+        return any(node.target is product for node in self.forward.graph.nodes)
+
+    @property
     def found(self) -> Captured | None:
         """Return the capture with the usual layers if it was made already."""
         return vars(self).get("assembled")

@@ -29,11 +29,13 @@ class Decided:
             that says nothing about that.
         microbatches: the number of microbatches if it splits the batch; else None.
         order: the order of microbatches on devices if it sets one; else None.
+        away: whether tensors that wait for a backward may leave the device, so that no bound of memory counts them.
     """
 
     single: Directive | None = None
     microbatches: int | None = None
     order: Ordered | None = None
+    away: bool = False
 
 
 @runtime_checkable

@@ -176,9 +176,9 @@ class Offload:
                 return True
         return False
 
-    def decided(self) -> Decided | None:
-        """Return None: bounds of memory count tensors on the device, and which of them move is known in order only."""
-        return None
+    def decided(self) -> Decided:
+        """Return its decisions before it is compiled; which tensors move, and when, is known in order only."""
+        return Decided(away=True)
 
     def apply(self, graph: Graph) -> Graph:
         edit = graph.edit()
