@@ -42,7 +42,7 @@ from piper_simulator.durations.instances import (
     instances,
     meeting_inside,
 )
-from piper_simulator.durations.kernels import Took, is_guess, lacks_number, launched, step_took
+from piper_simulator.durations.kernels import Took, guessed_rates, lacks_number, launched, step_took
 from piper_simulator.durations.provenance import Provenance
 from piper_simulator.durations.updates import Updated, update_seconds, updated
 
@@ -333,7 +333,7 @@ class DeviceModel(CostModel):
         cost = chunk.steps[step].cost
         key = (id(cost), step, kind)  # the plan keeps it; equal layers share it
         if key not in self._took:
-            guessed = tuple(k.dtype for k in cost.kernels if is_guess(device, k))
+            guessed = guessed_rates(device, cost)
             if any(lacks_number(device, k) for k in cost.kernels):
                 self._provenance.lacked(device)
             self._took[key] = *self._under_loads(device, chunk, step), guessed
