@@ -20,6 +20,7 @@ from piper_compiler.directives import (
 )
 from piper_interop import (
     DeviceLayout,
+    Float8Layers,
     JobDescription,
     ModelSizes,
     OffloadedTensors,
@@ -70,6 +71,7 @@ def description(job: Job, strategy: Strategy, name: str) -> JobDescription:
         compute=precision.compute or precision.params or "float32",
         reduce=precision.reduce or precision.params or "float32",
         loss_scale=_scale(precision.scaling),
+        float8=None if precision.quantised is None else Float8Layers(**asdict(precision.quantised)),
         clip_norm=job.clip_norm,
         loss_tiles=next((d.tiles for d in strategy.directives if isinstance(d, tile_loss)), 1),
     )

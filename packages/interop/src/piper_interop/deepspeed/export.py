@@ -51,6 +51,8 @@ def _impossible(described: JobDescription) -> list[str]:
         lines.append(
             f"params={described.params} with compute={described.compute}; nearest: bf16 over float32"
         )
+    if described.float8 is not None:
+        lines.append("linear layers in float8; nearest: bfloat16")
     scale = {**USUAL_SCALE, **dict(described.loss_scale)}
     if "fixed" not in scale and (scale["growth"], scale["backoff"]) != (2.0, 0.5):
         lines.append(

@@ -89,6 +89,23 @@ class OffloadedTensors:
 
 
 @dataclass(frozen=True)
+class Float8Layers:
+    """Say which linear layers multiply in float8: the fields of `piper.Float8`.
+
+    Attributes:
+        recipe: the name of the recipe.
+        modules: patterns of the names of layers in the model here.
+        keep: patterns of others, which stay in their dtype.
+        saved: the tensor that waits for the gradient of a weight: "input", or "float8".
+    """
+
+    recipe: str
+    modules: tuple[str, ...] = ("*",)
+    keep: tuple[str, ...] = ()
+    saved: str = "input"
+
+
+@dataclass(frozen=True)
 class DeviceLayout:
     """Say how a job is spread over devices.
 
@@ -211,6 +228,7 @@ class JobDescription:
         reduce: the dtype of gradients in messages.
         loss_scale: with float16, the fields of `piper.LossScale` that are not its defaults, or ("fixed", SCALE) for a
             scale that stays.
+        float8: the linear layers that multiply in float8; None for none.
         clip_norm: the largest norm of the gradients; None for no bound.
         lr: the learning rate.
         parameters: the count that the system itself says; None if it says none.
@@ -237,6 +255,7 @@ class JobDescription:
     offload: OffloadedTensors | None = None
     loss_tiles: int = 1
     loss_scale: tuple[tuple[str, float], ...] = ()
+    float8: Float8Layers | None = None
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
