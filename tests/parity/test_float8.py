@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -144,6 +145,30 @@ def test_the_shared_part_of_a_mixture_is_quantised() -> None:
 def test_mixed_precision() -> None:
     trained = job("tensorwise", compute="float32")
     judged(trained, Mesh(pp=2), *recipes.gpipe(pp=2, microbatches=3), tolerance=parity.FLOAT32)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(24))
+def test_random_combinations(seed: int) -> None:
+    """Recipes, what is saved, and recomputation, under shared layers, tokens and states, stages and microbatches."""
+    draw = Random(seed)
+    sizes = {axis: draw.choice((1, 1, 2)) for axis in ("pp", "dp", "cp", "tp")}
+    recipe = draw.choice(("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"))
+    pieces: list[Any] = []
+    if sizes["tp"] > 1:
+        pieces += recipes.tensor_parallel(sequence=draw.random() < 0.5)
+    if sizes["cp"] > 1:
+        pieces += recipes.context_parallel(attention=draw.choice(("ring", "gather", "heads")))
+    schedule = draw.choice(("one_f_one_b", "gpipe", "zb_h1", "zb_h2"))
+    pieces += getattr(recipes, schedule)(pp=sizes["pp"], microbatches=draw.choice((2, 3)))
+    if draw.random() < 0.5:
+        keep = draw.choice(("inputs", "products", "products/2", "attention"))
+        pieces.append(piper.recompute(where(layer=draw.choice((0, piper.ANY))), keep=keep))
+    shared = tuple(axis for axis in ("dp", "cp") if sizes[axis] > 1)
+    if shared:
+        pieces += recipes.data_parallel(over=shared, zero=draw.choice((1, 3)))
+    saved = draw.choice(("input", "float8"))
+    judged(job(recipe, rows=12, saved=saved), Mesh(**sizes), *pieces)
 
 
 def test_negative_control_another_rounding_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
