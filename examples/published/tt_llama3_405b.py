@@ -1,7 +1,8 @@
-"""Llama 3.1 405B, FSDP x TP x PP in float8 but for the head: table 5 of benchmarks/llama3_h100_202412_torchtitan.md.
+"""Llama 3.1 405B, FSDP x TP x PP in float8 but for the head: torchtitan (b5bcd76c), on 512 GPUs.
 
-That is of torchtitan (b5bcd76c), on 512 GPUs. Nearest: messages of tp are not hidden behind products (AsyncTP),
-parameters are gathered in bfloat16. A pipeline had as many microbatches as stages then, unless told otherwise.
+That is table 5 of its benchmarks of December 2024 (llama3_h100_202412_torchtitan). Nearest: messages of tp are not
+hidden behind products (AsyncTP), parameters are gathered in bfloat16. A pipeline had as many microbatches as stages
+then, unless told otherwise.
 """
 
 import piper

@@ -1,6 +1,6 @@
 """Protect predictions of float8: torchtitan's published rates with and without it, on stacks that were fitted without.
 
-The rates are tokens per second and GPU of benchmarks/llama3_h100_202412_torchtitan.md (b5bcd76c), tables 1 and 4: H100s
+The rates are tokens per second and GPU of torchtitan (b5bcd76c), llama3_h100_202412_torchtitan, tables 1 and 4: H100s
 with 96 GB at 500 W, torch.compile. All that float8 adds is from data sheets: rates, passes over tensors."""
 
 from __future__ import annotations
