@@ -470,5 +470,6 @@ def drawn(seed: int) -> tuple[Composition, str]:
     tiles = 2 if row["model"] in TILED and seed % 3 == 0 else 1
     waits = "all" if seed % 4 == 2 else ""
     scaled = seed % 5 == 1 and not captured(made.model, made.precision).auxiliary
-    made = replace(made, tiles=tiles, scaled=scaled, waits=waits, ahead=seed % 7 % 3)
+    hosted = seed % 9 == 4
+    made = replace(made, tiles=tiles, scaled=scaled, waits=waits, ahead=seed % 7 % 3, hosted=hosted)
     return made, row["launcher"]
