@@ -253,13 +253,22 @@ def test_layers_whose_tensors_wait_on_the_host() -> None:
     assert 'piper.offload(where(layer=range(3)), tensors="all")' in python(job, "A job")
 
 
+def test_an_optimizer_on_the_host() -> None:
+    job = described("--optimizer-cpu-offload --use-precision-aware-optimizer")
+    assert job.optim_on_host == 1 and described("").optim_on_host == 0
+    assert 'piper.offload(where(), tensors="optim")' in python(job, "A job")
+    half = described("--optimizer-cpu-offload --optimizer-offload-fraction 0.5")
+    assert f'layer=range({half.layers_on_host})), tensors="optim")' in python(half, "A job")
+    assert half.layers_on_host * 2 == half.sizes.fields["layers"]
+    assert any("the optimizer of the first layers" in note for note in half.notes)
+
+
 @each_case(
     ("more", "stand_in", "words_of_it"),
     [
         ("--fp8-format hybrid", "tensorwise", "a pass over each tensor"),
         ("--fp8-format hybrid --fp8-recipe custom", "bf16", "too slow"),
         ("--optimizer muon", "adam", "as AdamW"),
-        ("--optimizer-cpu-offload", "no-offload", "nothing is moved"),
         ("--fine-grained-activation-offloading --offload-modules moe_act", "no-offload", "nothing is moved"),
         ("--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", "ring", "one ring"),
     ],

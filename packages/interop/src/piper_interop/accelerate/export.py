@@ -20,11 +20,13 @@ LAUNCH, ARGUMENTS, DEEPSPEED = "accelerate_config.yaml", "training_args.json", "
 def export(described: JobDescription) -> Exported:
     """Return a launch file, TrainingArguments, and a DeepSpeed file for strategies that only DeepSpeed has.
 
-    DDP has whole states, FSDP 2 shards all of them, and DeepSpeed the rest: zero=1, zero=2, and attention by heads.
+    DDP has whole states, FSDP 2 shards all of them, and DeepSpeed the rest: zero=1, zero=2, attention by heads, and
+    shared states of an optimizer on the host.
     Raises JobError that names all that none of them can do.
     """
     layout = described.layout
-    if layout.zero in (1, 2) or (layout.cp > 1 and layout.attention == "heads"):
+    by_heads = layout.cp > 1 and layout.attention == "heads"
+    if layout.zero in (1, 2) or by_heads or (layout.zero and described.optim_on_host):
         return _by_deepspeed(described)
     lacks("Accelerate", described, _impossible(described))
     sharded = layout.zero == 3
@@ -77,6 +79,8 @@ def _impossible(described: JobDescription) -> list[str]:
         lines.append("zero=3 over one device; nearest: zero=0")
     if described.float8 is not None and described.float8.recipe not in FP8:
         lines.append(f"float8 by the recipe {described.float8.recipe}; nearest: tensorwise")
+    if described.optim_on_host:
+        lines.append("an optimizer on the host without zero; nearest: zero=1")
     if described.params != "float32":
         lines.append(f"params={described.params}: the script loads the weights; nearest: float32")
     return lines

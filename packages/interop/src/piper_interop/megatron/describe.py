@@ -68,7 +68,7 @@ PARTS = {
     "recompute": (
         "recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-activations", "recompute-modules",
     ),
-    "offload": ("cpu-offloading-num-layers",),
+    "offload": ("cpu-offloading-num-layers", "optimizer-cpu-offload", "optimizer-offload-fraction"),
     "dp": (
         "use-distributed-optimizer", "use-megatron-fsdp", "data-parallel-sharding-strategy", "use-torch-fsdp2",
         "num-distributed-optimizer-instances", "overlap-grad-reduce", "ddp-bucket-size",
@@ -98,6 +98,7 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         layout=layout,
         recompute=_recompute(foreign, layout),
         offload=_offload(foreign),
+        optim_on_host=_optim_on_host(foreign),
         compute=compute,
         reduce=reduce,
         loss_scale=_loss_scale(foreign),
@@ -272,6 +273,13 @@ def _recompute(foreign: Foreign, layout: DeviceLayout) -> tuple[Recomputation, .
     starts = [sum(counts[:stage]) for stage in range(len(counts))]
     first = [range(start, start + min(number, n)) for start, n in zip(starts, counts, strict=True)]
     return (Recomputation("inputs", layers=tuple(layer for layers in first for layer in layers)),)
+
+
+def _optim_on_host(foreign: Foreign) -> float:
+    """Return the fraction of the optimizer that runs on the host."""
+    if not foreign.get("optimizer-cpu-offload", False):
+        return 0.0
+    return float(foreign.get("optimizer-offload-fraction", 1.0))
 
 
 def _offload(foreign: Foreign) -> OffloadedTensors | None:

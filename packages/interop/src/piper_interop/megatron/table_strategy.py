@@ -318,7 +318,10 @@ STRATEGY: OptionTable = {
     ),
     "clip-grad": Mapped("clip_norm"),
     "lr": Mapped("lr"),
-    "optimizer-cpu-offload": _offload("optimizer states"),
+    "optimizer-cpu-offload": Mapped("offload of the optimizer"),
+    "optimizer-offload-fraction": Nearest(
+        "the optimizer of the first layers", SLOW, unless=(1.0,), when=lambda f: f["optimizer-cpu-offload"]
+    ),
     "cpu-offloading-num-layers": Mapped("offload of the first layers"),
     "fine-grained-activation-offloading": _offload("activations"),
     # messages beside compute, and how steps are started

@@ -222,6 +222,7 @@ class JobDescription:
         layout: the devices' shares.
         recompute: the layers that are computed again; () for none.
         offload: the activations that wait on the host; None for none.
+        optim_on_host: the fraction of the layers whose optimizer is on the host; 1 for that of the whole model.
         loss_tiles: the tiles of tokens in which logits and loss are computed.
         params: the dtype of parameters, gradients' sums and optimizer states.
         compute: the dtype of forward and backward.
@@ -253,6 +254,7 @@ class JobDescription:
     stack: str = ""
     notes: tuple[str, ...] = ()
     offload: OffloadedTensors | None = None
+    optim_on_host: float = 0.0
     loss_tiles: int = 1
     loss_scale: tuple[tuple[str, float], ...] = ()
     float8: Float8Layers | None = None
@@ -262,3 +264,8 @@ class JobDescription:
     def microbatches(self) -> int:
         """Return the number of microbatches of a replica."""
         return self.global_batch // (self.rows * self.layout.replicas)
+
+    @property
+    def layers_on_host(self) -> int:
+        """Return the number of the first layers whose optimizer is on the host, the nearest to the fraction."""
+        return max(1, round(self.optim_on_host * int(self.sizes.fields["layers"])))

@@ -26,7 +26,7 @@ def python(described: JobDescription, title: str) -> str:
     """
     check_batch(described)
     notes = list(_warnings(described.notes))
-    selects = described.recompute or described.offload
+    selects = described.recompute or described.offload or described.optim_on_host
     head = [
         *wrap(f'"""{title}, written by `piper import`.', COLUMNS),
         "",
@@ -182,6 +182,9 @@ def calls(described: JobDescription) -> Iterator[tuple[str, str]]:
     yield from (("recompute", _recompute(r)) for r in described.recompute)
     if described.offload is not None:
         yield "offload", _offload(described.offload)
+    if described.optim_on_host:
+        part = "" if described.optim_on_host == 1 else f"layer=range({described.layers_on_host})"
+        yield "offload", f'piper.offload(where({part}), tensors="optim")'
     if layout.replicas > 1 or (layout.zero and layout.over_cp and layout.cp > 1):
         yield "dp", f"*recipes.data_parallel({_arguments(_replicated(layout))})"
 

@@ -73,6 +73,8 @@ def _lacking(described: JobDescription) -> Iterator[str]:
         if part.keep not in CHECKPOINTING or part.layers is not None or part.group > 1:
             instead = "products/2" if part.keep.startswith("products") else "inputs"
             yield f"recompute(keep={part.keep!r}) of some layers; the nearest is keep={instead!r} for all layers"
+    if described.optim_on_host:
+        yield "an optimizer on the host; the nearest keeps it on the device"
     if described.offload is not None:
         yield "activations that wait on the host; the nearest recomputes them"
     if len(described.recompute) > 1:
