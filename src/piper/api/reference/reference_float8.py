@@ -34,13 +34,14 @@ def quantise_layers(model: nn.Module, precision: Any) -> None:
         return
     compute = getattr(torch, precision.compute or precision.params)
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or any(size % 16 for size in module.weight.shape):
+        plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        if not plain or any(size % 16 for size in module.weight.shape):
             continue
         kept = [d for p, d in precision.keep.items() if fnmatchcase(f"{name}.weight", p)]
         other = bool(kept) and getattr(torch, kept[0]) != compute
         named = any(fnmatchcase(name, p) for p in asked.modules)
         if named and not other and not any(fnmatchcase(name, p) for p in asked.keep):
-            module.forward = _forward(module, asked.recipe)  # type: ignore[method-assign]  # as torch.nn allows
+            module.forward = _forward(module, asked.recipe)
 
 
 def _forward(module: nn.Linear, recipe: str) -> Any:

@@ -51,7 +51,7 @@ def quantise_layers(
     asked = casts.float8
     if asked is None:
         return ()
-    layers = [layer for layer in _layers(gm, model, modules)]
+    layers = list(_layers(gm, model, modules))
     names = [layer.name for layer in layers]
     for pattern in (*asked.modules, *asked.keep):
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -89,7 +89,9 @@ def _layers(
             continue
         key = [*(node.meta.get("nn_module_stack") or {"": None})][-1].split("@")[0]
         module = modules.get(key)
-        if isinstance(module, nn.Linear) and isinstance(node.args[1], fx.Node):
+        # a subclass with a forward of its own computes something else
+        plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        if plain and isinstance(node.args[1], fx.Node):
             yield _Layer(node, names[id(module)], node.args[1].meta["example_value"])
 
 
