@@ -23,6 +23,7 @@ from piper_ops import (
     float8_scale,
     kernel_of,
 )
+from piper_ops.float8.quantise import cast_in_slices
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -109,6 +110,15 @@ def test_a_scale_is_that_of_its_block_alone() -> None:
     assert float8_scale(x, 1, 0, E5M2, True).tolist() == [[32768.0], [8192.0]]
     large = torch.full((1, 1), 1e3)
     assert float(float8_cast(torch.ones(1, 16), large, E4M3).float()[0, 0]) == 448.0
+
+
+@pytest.mark.parametrize("blocks", [(0, 0), (1, 0), (0, 1), (1, 16), (16, 16)])
+def test_slices_are_converted_as_the_whole(blocks: tuple[int, int]) -> None:
+    x, _, _ = tensors(torch.bfloat16)
+    scale = float8_scale(x, *blocks, E4M3, True)
+    whole = float8_cast(x, scale, E4M3)
+    for most in (1, 32, 100, 600, x.numel()):
+        assert torch.equal(cast_in_slices(x, scale, E4M3, most).float(), whole.float())
 
 
 def test_blocks_that_do_not_divide_are_refused() -> None:

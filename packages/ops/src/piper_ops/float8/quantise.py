@@ -12,7 +12,7 @@ from torch import Tensor
 
 from piper_ops.float8.recipes import ALL
 from piper_ops.ground.errors import UnsupportedVariant
-from piper_ops.ground.library import FLOATS, accumulate_dtype, contiguous_empty, define
+from piper_ops.ground.library import FLOATS, contiguous_empty, define
 
 LEAST = 1e-12
 """The least magnitude by which a scale is computed, so that no scale is infinite."""
@@ -59,20 +59,27 @@ def _cast_fake(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _cast_kernel(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    rows = x.shape[0] // scale.shape[0]
-    step = max(1, SLICE // max(1, rows * x.shape[1])) if x.is_cuda else scale.shape[0]
-    if step >= scale.shape[0]:
+    return cast_in_slices(x, scale, dtype, SLICE if x.is_cuda else x.numel())
+
+
+def cast_in_slices(x: Tensor, scale: Tensor, dtype: torch.dtype, most: int) -> Tensor:
+    """Convert whole blocks of at most `most` elements at once, or one row of blocks."""
+    shared = scale.shape[0] == 1  # then a slice may have any rows
+    height = 1 if shared else x.shape[0] // scale.shape[0]
+    step = height * max(1, most // max(1, height * x.shape[1]))
+    if step >= x.shape[0]:
         return _converted(x, scale, dtype)
     result = contiguous_empty(x, x.shape, dtype)
-    for k in range(0, scale.shape[0], step):
-        part = slice(k * rows, (k + step) * rows)
-        result[part] = _converted(x[part], scale[k : k + step], dtype)
+    for k in range(0, x.shape[0], step):
+        own = scale if shared else scale[k // height : (k + step) // height]
+        result[k : k + step] = _converted(x[k : k + step], own, dtype)
     return result
 
 
 def _converted(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     most = torch.finfo(dtype).max
-    wide = in_blocks(x.to(accumulate_dtype(x.dtype)), *scale.shape) * scale[:, None, :, None]
+    # a scale has float32, to which numbers of half precision are promoted
+    wide = in_blocks(x, *scale.shape) * scale[:, None, :, None]
     return wide.clamp_(-most, most).to(dtype, memory_format=torch.contiguous_format).view(x.shape)
 
 
