@@ -1,4 +1,4 @@
-"""Score predictions of the published runs of mixtures that are committed here, by source (docs/accuracy.md).
+"""Score predictions of the runs that are committed here, by source (docs/accuracy.md): mixtures of others, and our own.
 
 `piper accuracy benchmarks/published/mixtures.csv` prints the same with its rows. No constant was fitted to these runs.
 """
@@ -12,14 +12,14 @@ from benchmarks.measure import Goal, Row
 from piper.published.scoring import by_model, predict, scores
 from piper.published.table import read_rows
 
-TABLE = Path(__file__).parent / "published" / "mixtures.csv"
+TABLES = [Path(__file__).parent / "published" / name for name in ("mixtures.csv", "own_runs.csv")]
 STEP, MEMORY = 10.0, 2.0
 """The percentages within which a step of a stack that no run was fitted to should be predicted, and a peak."""
 
 
 def rows(quick: bool) -> Iterator[Row]:
     """Return the mean errors of steps and of peaks, where these were published; `quick`: of four runs."""
-    runs = read_rows(TABLE, "*mbc4" if quick else "*")
+    runs = [run for table in TABLES for run in read_rows(table, "*mbc4" if quick else "*")]
     for one in scores([predict(runs[at]) for at in by_model(runs)]).sources:
         source, _, _ = one.name.partition(" and ")
         if one.mean is not None:

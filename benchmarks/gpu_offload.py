@@ -1,4 +1,4 @@
-"""Check on one CUDA device tensors that wait for their backward in the memory of the host.
+"""Check on one CUDA device tensors that wait for their backward in the memory of the host, and an optimizer there.
 
 `benchmarks/gpu_check.py` runs this section. It needs torch and Piper's own packages alone, and the launcher
 `processes`.
@@ -88,6 +88,7 @@ def equal(device: str, regime: Regime = SMALL) -> Iterator[Row]:
     base = piper.recipes.gpipe(pp=1, microbatches=regime.microbatches)
     ways = {
         "all tensors": (piper.offload(piper.where(), least_mb=0),),
+        "the optimizer": (piper.offload(piper.where(), tensors="optim"),),
         "prefetch=0": (piper.offload(piper.where(), prefetch=0, least_mb=0),),
         "inputs of recomputed layers": (
             piper.recompute(piper.where(), keep="inputs"),
@@ -114,6 +115,7 @@ def ways_of(
     for name, directives in {
         "without": base,
         "all tensors": (*base, moves()),
+        "the optimizer": (*base, piper.offload(piper.where(), tensors="optim")),
         "without, recomputed": again,
         "inputs of recomputed layers": (*again, moves(tensors="inputs")),
     }.items():

@@ -22,6 +22,8 @@ FOLDER = Path(__file__).resolve().parents[1] / "examples" / "published"
 MEASURED = {
     "tt_llama3_8b": "5,762 tokens/s, 82.4 GiB (r)",
     "tt_llama3_70b": "597 tokens/s",
+    "tt_llama3_405b": "100 tokens/s, 82.5 GiB (r)",
+    "mb_llama3_70b_fp8": "1,664 tokens/s",
     "mlm_7b_tp4": "1.115 s, 53.2 GiB",
     "mlm_7b_pp4": "1.151 s, 56.6 GiB",
     "mlm_15b": "26.2 GiB (1.435 s for 384 rows, GPUs not stated)",

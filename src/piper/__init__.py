@@ -63,6 +63,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers, which do not 
     from piper_ops import op_cost as op_cost
     from piper_ops import shared as shared
     from piper_runtime import Checkpoints as Checkpoints
+    from piper_runtime import Float8 as Float8
     from piper_runtime import Job as Job
     from piper_runtime import LossScale as LossScale
     from piper_runtime import Precision as Precision
@@ -93,6 +94,7 @@ _DISTRIBUTION = "piper-training"
 _HOME = {
     # the job
     "Job": "piper_runtime",
+    "Float8": "piper_runtime",
     "LossScale": "piper_runtime",
     "Precision": "piper_runtime",
     "Checkpoints": "piper_runtime",

@@ -387,3 +387,17 @@ def test_launch_prints_what_print_launch_does(recipe: Path) -> None:
         == piper("run", recipe, "--print-launch", "--json").output
     )
     fails(piper("launch", recipe, "--nodes", 3), "2 ranks do not divide over 3 nodes")
+
+
+@pytest.mark.parametrize(("command", "collects"), [("plan", False), ("run", True)])
+def test_predictions_collect_no_garbage_and_the_end_walks_none(
+    command: str, collects: bool
+) -> None:
+    script = (
+        "import gc, sys\nfrom piper.cli import entry\n"
+        "entry.app = lambda: print(gc.isenabled())\n"
+        f"sys.argv = ['piper', {command!r}]\nentry.main()\n"
+        "print(gc.isenabled(), gc.get_freeze_count() > 10_000)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert said.stdout.split() == [str(collects), "True", "True"], said.stderr

@@ -40,6 +40,10 @@ from tests.helpers.cases import each_case
             "cannot go on; give restarts of at least 1",
             "cannot go on; give --restarts of at least 1",
         ),
+        (
+            "Options(kernels='triton'): 'eager' and 'inductor' are accepted",
+            "--kernels triton: 'eager' and 'inductor' are accepted",
+        ),
         ('launcher="emulated" any cluster to imitate', "--emulate CLUSTER any cluster to imitate"),
     ],
 )

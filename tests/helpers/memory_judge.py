@@ -30,7 +30,7 @@ class Planned:
 def planned(plan: Plan, role: RolePlan) -> Iterator[Planned]:
     """The value bytes of a role, instruction by instruction."""
     fullest = {u.instr: u.total for u in memory.scan(plan, role)}
-    states = sum(s.nbytes for s in role.states)
+    states = sum(s.nbytes for s in role.states if not s.host)
 
     def size(values: tuple[str, ...]) -> int:
         return sum(v.nbytes for v in map(plan.values.__getitem__, values) if v.category != HOST)
@@ -52,7 +52,7 @@ def lies(plan: Plan, records: Mapping[int, MemoryRecord]) -> list[str]:
     out = []
     for rank, record in records.items():
         role = plan.role_of(rank)
-        states = sum(s.nbytes for s in role.states)
+        states = sum(s.nbytes for s in role.states if not s.host)
         if record.states != states:
             out.append(f"rank {rank}: states hold {record.states} bytes, planned {states}")
         if record.host != role.host_peak_bytes:

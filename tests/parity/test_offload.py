@@ -195,7 +195,7 @@ def test_an_evaluation_moves_nothing() -> None:
 REFUSED = (
     (1, [offload(where(phase="F"))], "is not selected, but others of its chunk are"),
     (1, [offload(where(mb=(0, 1)))], "is not selected"),
-    (2, [offload(where(), tensors="weights")], "'all', 'saved', 'inputs' are accepted"),
+    (2, [offload(where(), tensors="weights")], "'all', 'saved', 'inputs', 'optim' are accepted"),
     (3, [offload(where(), prefetch=-1)], "prefetch=-1; an integer of at least 0"),
     (3, [offload(where(), prefetch=True)], "prefetch=True; an integer"),
     (3, [offload(where(), least_mb=float("nan"))], "least_mb=nan; a number of MiB"),
@@ -231,8 +231,10 @@ def test_modules_that_do_not_run_are_named() -> None:
 
 
 def test_a_search_has_no_bound_of_its_memory() -> None:
-    """Bounds count the tensors of microbatches in flight, which are on the host here."""
-    assert decided(offload(where())) is None
+    """Bounds count the tensors of microbatches in flight, and states; these are on the host here."""
+    asked = decided(offload(where()))
+    assert asked is not None and asked.away
+    assert decided(offload(where(), tensors="optim")) is None
 
 
 def test_a_strategy_with_it_is_saved_and_read(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from piper.api.reference import (
     reference,
     reference_casts,
+    reference_float8,
     reference_random,
     reference_scale,
     reference_weights,
@@ -225,7 +226,7 @@ def test_the_reference_draws_by_row_step_and_layer() -> None:
     assert first.losses != dry.losses
 
 
-PARTS = (reference_casts, reference_random, reference_scale, reference_weights)
+PARTS = (reference_casts, reference_float8, reference_random, reference_scale, reference_weights)
 
 
 @each_case(

@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper
+from piper.api.captures import capturing
 from piper.api.reference.reference_differences import Difference
 from piper.api.reference.verification import VerificationReport, WholeBatch, verify_strategy
+from piper_capture.torch_api import _torch_reuse
 from piper_ir.ground.errors import JobError
 from tests.helpers.cases import each_case
 
@@ -214,3 +216,44 @@ def test_another_result_for_the_whole_batch_is_a_failure_unless_the_job_asks_for
         and report.equal_whole_batch is not different
         and ("NOT equal" in report.text()) is different
     )
+
+
+class Scaled(Block):
+    def __init__(self, scale: float) -> None:
+        super().__init__(0.0)
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scaled(1.0 + k) for k in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_trace_that_served_a_layer_of_another_kind_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Equal layers share a trace, where a check says that they are equal; here the check is told to say so always."""
+    job = piper.Job(
+        model=Stack,
+        batch=lambda step, rows: (
+            torch.ones(len(rows), WIDTH) * (1 + step),
+            torch.zeros(len(rows)),
+        ),
+        loss=lambda y, target: F.mse_loss(y.mean(1), target),
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+        global_batch=2,
+    )
+    strategy = piper.Strategy(piper.Mesh(pp=1), piper.recipes.gpipe(pp=1, microbatches=2))
+    assert verify_strategy(job, strategy).equal
+    monkeypatch.setattr(_torch_reuse._Trace, "holds", lambda *args: True)
+    monkeypatch.setattr(capturing, "_CAPTURES", {})
+    assert not verify_strategy(replace(job, model=lambda: Stack()), strategy).equal

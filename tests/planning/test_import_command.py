@@ -102,3 +102,16 @@ def test_devices_are_whole_nodes(source: Path) -> None:
 def test_a_system_that_is_not_known() -> None:
     done = piper("import", "nemo", "x.yaml", "--gpus", 8)
     assert done.exit_code == 2 and "known are torchtitan" in done.stderr
+
+
+def test_a_preset_stands_for_the_model_that_a_file_lacks(tmp_path: Path) -> None:
+    """And an optimizer on the host is a directive of the FILE.py."""
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    text = json.dumps({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero})
+    (tmp_path / "ds.json").write_text(text)
+    out = tmp_path / "job.py"
+    done = piper(
+        "import", "deepspeed", tmp_path / "ds.json", "--model", "llama3-8b", "--gpus", 8,
+        "--length", 2048, "--out", out,
+    )  # fmt: skip
+    assert done.exit_code == 0 and 'piper.offload(where(), tensors="optim")' in out.read_text()

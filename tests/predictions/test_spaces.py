@@ -164,7 +164,7 @@ def test_every_call_is_written_as_it_is_meant(make: Any) -> None:
     names, seen = {"piper": piper, "recipes": piper.recipes, "where": piper.where}, set()
     for _ in range(100):
         trial = study.ask()
-        trial.skip = Chosen({}).skip  # type: ignore[attr-defined]
+        trial.skip = Chosen({}).skip  # type: ignore[attr-defined]  # ours has it
         with suppress(SkippedError):
             for call in space.chosen(trial)[1]:
                 made = eval(f"({call.text()},)", {**names, "ANY": piper.ANY})
@@ -207,9 +207,7 @@ def test_tensors_that_wait_on_the_host_are_in_no_bound() -> None:
 
 def test_later_stages_keep_more_where_the_first_are_full() -> None:
     space = piper.space(long_rows(), CLUSTER)
-    calls = space.chosen(Chosen({**USUAL, "pp": 4, "tp": 4, "graded": True, "keep": "products"}))[
-        1
-    ]
+    calls = space.chosen(Chosen({**USUAL, "pp": 4, "tp": 4, "graded": True, "keep": "products"}))[1]
     (keep,) = (call.how["keep"] for call in calls if call.name == "recomputation")
     assert keep == ("products", "products", "all", "all")
 

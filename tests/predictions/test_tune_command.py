@@ -64,6 +64,12 @@ def test_the_command_prints_the_best_and_writes_a_strategy_that_runs(
     assert shown.exit_code == 0, shown.output
 
 
+def test_kernels_are_of_confirming_runs(recipe: str) -> None:
+    done = command(recipe, "--kernels", "inductor")
+    assert done.exit_code == 2 and "--kernels inductor: they are of confirming runs" in done.stderr
+    assert "give --confirm 2" in done.stderr and "@inductor" in done.stderr
+
+
 def test_the_command_gives_json(recipe: str, tmp_path: Path) -> None:
     done = command(
         recipe, "--trials", "2", "--workers", "0", "--json", "--out", str(tmp_path / "out")

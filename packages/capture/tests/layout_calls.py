@@ -126,6 +126,42 @@ def nll_gradient(d: Draw, reduction: int) -> tuple[Any, ...]:
     return d.f("r" if reduction == 0 else ""), *given, aten.nll_loss_forward(*given)[1]
 
 
+E4M3 = torch.float8_e4m3fn
+
+
+def scaled(d: Draw, x: str, scale: str) -> tuple[Any, ...]:
+    """A matrix and the scales of its blocks, by letters of [rows, columns] with a comma between; B is a block."""
+    rows, columns = x.split(",")
+    matrix = d.f(rows + columns).reshape(d.n(rows), d.n(columns))
+    return matrix, d.p(scale.replace(",", "")).view([d.n(s) for s in scale.split(",")]).float()
+
+
+def float8_product(d: Draw, *given: str) -> tuple[Any, ...]:
+    """The arguments of a product of two quantised matrices."""
+    (a, scale_a), (b, scale_b) = scaled(d, *given[:2]), scaled(d, *given[2:])
+    return a.to(E4M3), scale_a, b.to(E4M3), scale_b, torch.float64, False
+
+
+FLOAT8 = cases({
+    "float8_scale of rows": (piper.float8_scale, lambda d: (d.f("mk"), 1, 0, E4M3, True), "=- -> =1"),
+    "float8_scale of columns": (piper.float8_scale, lambda d: (d.f("mk"), 0, 1, E4M3, True), "-= -> 1="),
+    "float8_scale of all": (piper.float8_scale, lambda d: (d.f("mk"), 0, 0, E4M3, False), "-- -> 11"),
+    "float8_scale of blocks": (
+        piper.float8_scale, lambda d: (d.f("mkB").flatten(1), 1, d.n("B"), E4M3, True), "=(=-) -> =="
+    ),
+    "float8_cast by rows": (piper.float8_cast, lambda d: (*scaled(d, "m,k", "m,1"), E4M3), "== =1 -> =="),
+    "float8_cast by one scale": (piper.float8_cast, lambda d: (*scaled(d, "m,k", "1,1"), E4M3), "== 11 -> =="),
+    "float8_cast by blocks": (
+        piper.float8_cast, lambda d: (*scaled(d, "m,kB", "m,k"), E4M3), "=(=-) == -> =(=-)"
+    ),
+    "float8_mm by rows": (piper.float8_mm, lambda d: float8_product(d, "m,k", "m,1", "k,n", "1,n"), "=+ =1 += 1= -> =="),
+    "float8_mm by tensors": (
+        piper.float8_mm, lambda d: float8_product(d, "m,k", "1,1", "k,n", "1,1"), "=+ 11 += 11 -> =="
+    ),
+    "float8_mm by blocks": (
+        piper.float8_mm, lambda d: float8_product(d, "m,kB", "m,k", "kB,n", "k,n"), "=(+-) =+ (+-)= += -> =="
+    ),
+})  # fmt: skip
 PRODUCTS = cases({
     "mm": (aten.mm, lambda d: (d.f("mk"), d.f("kn")), "=+ += -> =="),
     "mm, square": (aten.mm, lambda d: (d.f("mk"), d.f("kk")), "=+ += -> =="),

@@ -259,7 +259,7 @@ def _with(call: OpCall, instead: Mapping[int, Tensor]) -> tuple[Tensor, ...]:
 def alike(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    if not a.is_floating_point():
+    if not a.is_floating_point() or a.itemsize == 1:
         return torch.equal(a, b)
     return torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
 

@@ -35,6 +35,7 @@ Rule = Callable[[OpCall], Loops]
 TABLES = {
     "products": layout_calls.PRODUCTS, "attention": layout_calls.ATTENTION, "norms": layout_calls.NORMS,
     "losses": layout_calls.LOSSES, "experts": layout_calls.EXPERTS,
+    "float8": layout_calls.FLOAT8,
     "views": layout_calls_moves.VIEWS, "parts": layout_calls_moves.PARTS,
     "reductions": layout_calls_moves.REDUCTIONS, "look-ups": layout_calls_moves.LOOKUPS, "made": layout_calls_moves.MADE,
     "elements": layout_calls_elements.FAMILIES, "single elements": layout_calls_elements.SINGLE,

@@ -12,6 +12,7 @@ from piper_compiler import (
     capture_request,
     directive,
     partition,
+    place,
     recompute,
     replicate,
     shard,
@@ -50,6 +51,8 @@ def test_layers_are_asked_for_only_where_the_program_lacks_them() -> None:
     named = (partition(stages=2, layers="blocks.*"), partition(stages=2))
     wanted = [asked(replicate(where(), zero=n), program=BARE).layers for n in (0, 1, 2, 3)]
     assert wanted == [(), (), (), LONGEST_CHAIN]  # parameters are gathered layer by layer
+    by_name = (place(where(chunk="layer0"), on={"pp": 0}), replicate(where(), zero=3))
+    assert asked(*by_name, program=BARE).empty  # its chunks stay as another directive names them
     for order in ((named[0], replicate(where(), zero=3)), (replicate(where(), zero=3), named[0])):
         assert asked(*order, program=BARE).layers == ("blocks.*",)
     assert asked(*named, program=BARE) == asked(*named[::-1], program=BARE)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from packages.interop.tests.jobs import ACCELERATE, LLAMA, MIXTURE, TRAINER, asked, imported, write
 from piper_interop import (
     DeviceLayout,
+    Float8Layers,
     JobDescription,
     ModelSizes,
     OffloadedTensors,
@@ -160,9 +161,26 @@ def test_a_launch_file_with_deepspeed_fields(tmp_path: Path) -> None:
     described = launched(tmp_path, options, sets=("per_device_train_batch_size=2",))
     assert (described.layout.zero, described.layout.dp, described.compute) == (3, 16, "bfloat16")
     assert (described.global_batch, described.clip_norm) == (32, 1.0)
-    fields["offload_optimizer_device"] = "cpu"
-    with pytest.raises(JobError, match="offload of states"):
+    fields["offload_optimizer_device"] = "nvme"
+    with pytest.raises(JobError, match="offload of states to disks"):
         launched(tmp_path, options)
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"backend": "AO"}, Float8Layers("tensorwise", ("layers.*",), ("layers.0.attention.q*",))),
+        ({"backend": "TE", "use_mxfp8_block_scaling": True}, Float8Layers("mxfp8", saved="float8")),
+    ],
+)
+def test_fp8_of_a_launch_file(tmp_path: Path, config: dict[str, Any], found: Float8Layers) -> None:
+    options = {**ACCELERATE["ddp"], "mixed_precision": "fp8", "fp8_config": config}
+    described = launched(tmp_path, options, sets=("per_device_train_batch_size=2",))
+    assert (described.float8, described.compute) == (found, "bfloat16")
+    text = export_job("accelerate", described).files["accelerate_config.yaml"]
+    assert f"backend: {config['backend']}\n" in text and "mixed_precision: fp8" in text
+    with pytest.raises(JobError, match="linear layers in float8; nearest: bfloat16"):
+        export_job("deepspeed", described)
 
 
 def _fsdp(**options: Any) -> dict[str, Any]:

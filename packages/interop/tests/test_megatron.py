@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from packages.interop.tests.megatron_jobs import ALONE, DENSE, MIXTURE, described, imported
-from piper_interop import DeviceLayout, OffloadedTensors, Recomputation, export_job, python
+from piper_interop import (
+    DeviceLayout,
+    Float8Layers,
+    JobDescription,
+    OffloadedTensors,
+    Recomputation,
+    export_job,
+    python,
+)
 from piper_interop.megatron import words
 from piper_interop.megatron.table import TABLE
 from piper_interop.neutral.options import row_of
@@ -215,18 +224,51 @@ def test_a_part_that_no_layer_has_is_refused() -> None:
         described("--recompute-granularity selective --recompute-modules gdn_norm_out")
 
 
+def test_float8_is_that_of_transformer_engine() -> None:
+    """It comes back from an export, but for the head, which Megatron never quantises."""
+    job = described("--fp8-format e4m3 --fp8-recipe blockwise --first-last-layers-bf16")
+    layers = int(job.sizes.fields["layers"])
+    kept = ("layers.0.*", f"layers.{layers - 1}.*")
+    assert job.float8 == Float8Layers("blockwise", ("layers.*",), kept, "float8")
+    assert 'saved="float8")' in python(job, "A job")
+    text = export_job("megatron", job).files["megatron.args"]
+    assert (
+        "--fp8-recipe blockwise\n--first-last-layers-bf16\n--num-layers-at-start-in-bf16 1\n"
+        in text
+    )
+    assert "--fp8-format hybrid\n" in export_job("megatron", current()).files["megatron.args"]
+    with pytest.raises(JobError, match="float8='rowwise': Megatron cannot do that"):
+        export_job("megatron", replace(job, float8=Float8Layers("rowwise")))
+    assert described("", 8).float8 is None
+    assert described("--fp8-format hybrid", 8, "tensorwise").float8 == current().float8
+
+
+def current() -> JobDescription:
+    return described("--fp8-format hybrid --fp8-recipe tensorwise")
+
+
 def test_layers_whose_tensors_wait_on_the_host() -> None:
     job = described("--cpu-offloading-num-layers 3")
     assert job.offload == OffloadedTensors("all", 3) and described("").offload is None
     assert 'piper.offload(where(layer=range(3)), tensors="all")' in python(job, "A job")
 
 
+def test_an_optimizer_on_the_host() -> None:
+    job = described("--optimizer-cpu-offload --use-precision-aware-optimizer")
+    assert job.optim_on_host == 1 and described("").optim_on_host == 0
+    assert 'piper.offload(where(), tensors="optim")' in python(job, "A job")
+    half = described("--optimizer-cpu-offload --optimizer-offload-fraction 0.5")
+    assert f'layer=range({half.layers_on_host})), tensors="optim")' in python(half, "A job")
+    assert half.layers_on_host * 2 == half.sizes.fields["layers"]
+    assert any("the optimizer of the first layers" in note for note in half.notes)
+
+
 @each_case(
     ("more", "stand_in", "words_of_it"),
     [
-        ("--fp8-format hybrid --fp8-recipe blockwise", "bf16", "too slow"),
+        ("--fp8-format hybrid", "tensorwise", "a pass over each tensor"),
+        ("--fp8-format hybrid --fp8-recipe custom", "bf16", "too slow"),
         ("--optimizer muon", "adam", "as AdamW"),
-        ("--optimizer-cpu-offload", "no-offload", "nothing is moved"),
         ("--fine-grained-activation-offloading --offload-modules moe_act", "no-offload", "nothing is moved"),
         ("--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", "ring", "one ring"),
     ],

@@ -95,6 +95,8 @@ def layouts(draw: st.DrawFn) -> DeviceLayout:
             {"recompute": (Recomputation("outputs@*.attention.core+*.feed_forward"),)},
             {"reduce": "bfloat16", "clip_norm": None},
             {"offload": OffloadedTensors("all", 3)},
+            {"optim_on_host": 1.0},
+            {"optim_on_host": 0.25},
             {"compute": "float32", "lr": 3e-4},
         )
     ),

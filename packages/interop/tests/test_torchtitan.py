@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from piper_interop import Asked, JobDescription, ModelSizes, Recomputation, import_job, python
+from piper_interop import (
+    Asked,
+    Float8Layers,
+    JobDescription,
+    ModelSizes,
+    Recomputation,
+    export_job,
+    import_job,
+    python,
+)
 from piper_ir.ground.errors import JobError
 from tests.helpers.titan_answers import answer, attention, model
 
@@ -190,6 +200,39 @@ def test_products_in_eight_bits_need_a_stand_in(tmp_path):
     assert "warnings.warn(" in python(described, "x")
     with pytest.raises(JobError, match="no such stand-in"):
         imported(tmp_path, 8, "magic", tree=tree)
+
+
+def quantised(tree, head=False, wide=False):
+    """Return a tree whose linear layers torchao's rowwise converter has replaced."""
+    how = {
+        "cast_config_input": {"scaling_granularity": "axiswise"},
+        "cast_config_input_for_grad_weight": {"scaling_type": "disabled" if wide else "dynamic"},
+    }
+    if isinstance(tree, list):
+        return [quantised(part, head, wide) for part in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if tree.get("__class__", "").endswith("linear.Linear.Config"):
+        kind = "torchtitan.components.quantization.float8.Float8Linear.Config"
+        return {**tree, "__class__": kind, "_torchao_config": how}
+    keep = () if head else ("lm_head",)
+    return {k: v if k in keep else quantised(v, head, wide) for k, v in tree.items()}
+
+
+def test_float8_is_that_of_torchao(tmp_path):
+    for head, wide in ((False, False), (True, True)):
+        found = imported(tmp_path, tree=quantised(model(), head, wide))
+        recipe = "rowwise_with_gw_hp" if wide else "rowwise"
+        assert found.float8 == Float8Layers(recipe, ("*",) if head else ("layers.*",))
+        assert not found.notes
+        notes = export_job("torchtitan", found).notes
+        assert any(f'Float8LinearConverter.Config(recipe_name="{recipe}")' in n for n in notes)
+    with pytest.raises(JobError, match="float8 by the recipe blockwise; the nearest is rowwise"):
+        export_job("torchtitan", replace(found, float8=Float8Layers("blockwise")))
+    tree = quantised(model())
+    tree["layers"][1] = model()["layers"][1]  # no part of the layers can be said
+    with pytest.raises(JobError, match="--as bf16"):
+        imported(tmp_path, tree=tree)
 
 
 def test_every_option_has_a_row_or_is_unknown(tmp_path):

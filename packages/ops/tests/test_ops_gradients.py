@@ -191,6 +191,11 @@ def test_kernels_called_directly_give_what_the_ops_give(dtype: torch.dtype) -> N
     loss, of_rows = piper_ops.cross_entropy(logits, target, *how)
     args[piper_ops.cross_entropy_dgrad] = (loss, logits, target, of_rows, *how)
     args[piper_ops.attention_dgrad] = (out, q, k, v, out, lse, *options[:3])
+    matrix, scale, narrow = rand(4, 8, dtype=dtype), torch.ones(4, 1), torch.float8_e4m3fn
+    args[piper_ops.float8_scale] = matrix, 1, 0, narrow, True
+    args[piper_ops.float8_cast] = matrix, scale, narrow
+    left, right = matrix.to(narrow), matrix.t().to(narrow)
+    args[piper_ops.float8_mm] = left, scale, right, scale.t(), dtype, False
     for op, kernel in piper_ops.DIRECT.items():
         if op in OF_EXPERTS:
             continue

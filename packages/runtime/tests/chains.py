@@ -34,10 +34,12 @@ TOLERANCE = 1e-12
 def chain(
     layers: int = 3, *, pp: int = 2, dp: int = 1, microbatches: int = 4, schedule: str = "one_f_one_b", rows: int = 2,
     tied: bool = False, drop: bool = False, masked: bool = False, fuse: bool = True, zero: int = 0, rep: int = 1,
-    sharing: Mapping[str, Any] | None = None, moves: bool = False, **fields: Any,
+    sharing: Mapping[str, Any] | None = None, moves: bool = False, hosted: bool = False,
+    **fields: Any,
 ) -> tuple[Plan, Job]:  # fmt: skip
     """A plan and its job. `fields` go to the job; with `rep` the states of `zero` are shared along dp alone; `sharing`
-    are more arguments of data_parallel; `moves`: tensors wait on the host for their backward."""
+    are more arguments of data_parallel; `moves`: tensors wait on the host for their backward; `hosted`: the
+    optimizer is there."""
     loss = masked_loss if masked else mean_loss
     job = chain_job(
         layers, rows * microbatches * dp * rep, tied=tied, drop=drop, **{"loss": loss, **fields}
@@ -54,6 +56,7 @@ def chain(
         **dict(over=over, zero=0 if shard else zero, shard=shard) | dict(sharing or {})
     )
     waiting = (offload(where(), least_mb=0),) if moves else ()
+    waiting += (offload(where(), tensors="optim"),) if hosted else ()
     directives = (*cut, *(replicas if dp * rep > 1 else ()), *waiting)
     spec = optimizer_spec(job, program.params)
     training = Training(spec.group_of, spec.state_bytes, job.clip_norm)

@@ -116,7 +116,7 @@ def on_machine(plan: Plan, job: Job, seed: int) -> Run:
 CASES: dict[str, dict[str, Any]] = {
     "1f1b": dict(pp=2, microbatches=4),
     "gpipe": dict(pp=3, layers=4, schedule="gpipe", microbatches=3, clip_norm=0.01, fuse=False),
-    "host": dict(pp=2, layers=4, schedule="gpipe", microbatches=3, moves=True),
+    "host": dict(pp=2, layers=4, schedule="gpipe", microbatches=3, moves=True, hosted=True),
     "masked": dict(dp=2, tied=True, masked=True, clip_norm=0.01, optimizer=adamw),
     "shared states": dict(
         pp=2, dp=2, microbatches=2, optimizer=adamw, sharing=dict(zero=3, bucket_mb=1e-4)

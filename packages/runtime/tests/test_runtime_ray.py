@@ -103,7 +103,7 @@ def test_what_ranks_share_is_shipped_once(pool: RayPool, monkeypatch: pytest.Mon
     assert (
         len(puts) == len(set(map(id, puts))) == 3
     )  # the request of the one role, the plan, and the callables
-    assert calls.count("perform") == 2 and set(calls) == {"perform", "look"}
+    assert calls.count("perform") == 2 and set(calls) <= {"perform", "look"}
 
 
 def test_a_request_survives_the_journey() -> None:

@@ -341,7 +341,7 @@ def test_an_update_of_a_compiled_plan_moves_parameters_gradients_and_optimizer_s
 
 def test_a_guessed_rate_and_uncalibrated_constants_are_noted() -> None:
     model = DeviceModel(
-        plan(chunk("c", replace(MATMUL, dtype="float8"))),
+        plan(chunk("c", replace(MATMUL, dtype="int8"))),
         changed(MACHINE, notes="not calibrated"),
         None,
     )
@@ -349,7 +349,7 @@ def test_a_guessed_rate_and_uncalibrated_constants_are_noted() -> None:
     instr = Instr("compute", (Part("a", Compute("c", "F")),))
     model.work(model.plan.roles[0], instr)
     assert model.notes[1:] == (
-        "toy:4*4: no FLOP/s known for float8; computed with those of float64, 5e-10 TFLOP/s",
+        "toy:4*4: no FLOP/s known for int8; computed with those of float64, 5e-10 TFLOP/s",
     )
     for kernel in (
         MATMUL,

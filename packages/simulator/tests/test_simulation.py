@@ -193,14 +193,14 @@ def test_a_plan_without_given_durations_needs_a_cluster() -> None:
 
 def test_what_is_not_calibrated_is_in_the_summary_and_the_trace() -> None:
     plan = two_devices().plan()
-    kernel = Kernel("matmul", (1, 1, 1), "float8", 600, 0)
+    kernel = Kernel("matmul", (1, 1, 1), "int8", 600, 0)
     chunks = tuple(
         replace(c, steps={"F": replace(c.steps["F"], cost=Cost((kernel,)))}) for c in plan.chunks
     )
     s = simulate(replace(plan, chunks=chunks), "h100x8")
     constants, guess, advice = s.summary()["notes"]
     assert constants.startswith("h100-80g-sxm:8: ") and "not calibrated" in constants
-    assert "no FLOP/s known for float8" in guess
+    assert "no FLOP/s known for int8" in guess
     assert "no software stack with constants is named" in advice and "hopper-nemo" in advice
     assert "no software" not in str(simulate(plan, "h100x8@hopper-nemo").notes)
     assert s.trace.notes == {"cluster": "h100-80g-sxm:8", "warnings": f"{constants}; {guess}"}
@@ -210,13 +210,13 @@ def test_what_is_not_calibrated_is_in_the_summary_and_the_trace() -> None:
 def test_a_guess_behind_the_utilisation_alone_is_noted() -> None:
     """Durations are looked up, so only mfu and hfu need the rate of the dtype."""
     plan = two_devices().plan()
-    kernel = Kernel("matmul", (1, 1, 1), "float8", 600, 0)
+    kernel = Kernel("matmul", (1, 1, 1), "int8", 600, 0)
     chunks = tuple(
         replace(c, steps={"F": replace(c.steps["F"], cost=Cost((kernel,)))}) for c in plan.chunks
     )
     costs = Costs({c.id: {"F": Duration(1.0)} for c in chunks})
     notes = simulate(replace(plan, chunks=chunks), FLAT, costs=costs).notes
-    assert sum("no FLOP/s known for float8" in note for note in notes) == 1
+    assert sum("no FLOP/s known for int8" in note for note in notes) == 1
 
 
 def test_the_summary_is_plain_numbers() -> None:

@@ -49,6 +49,7 @@ class TuneArguments:
     out: flags.OutOption = flags.RUNS
     objective: flags.ObjectiveOption = None
     load: flags.LoadOption = None
+    kernels: flags.KernelsOption = "eager"
     as_json: flags.AsJsonOption = False
 
 

@@ -46,7 +46,9 @@ SystemPythonOption = Annotated[
 ModelFileOption = Annotated[
     Path | None,
     typer.Option(
-        "--model", metavar="config.json", help="the model, where the system's file has none"
+        "--model",
+        metavar="config.json|PRESET",
+        help="the model, where the system's file has none",
     ),
 ]
 StandInOption = Annotated[

@@ -28,6 +28,7 @@ ARGUMENTS = (
     "seed",
     "objective",
     "rows",
+    "kernels",
 )
 """The arguments of functions whose messages reach the command line.
 
@@ -35,7 +36,7 @@ There, a message about a "cluster" is about Ray's, which is `--address`.
 """
 PARAMETERS = {"cluster": "address"}
 """The arguments whose option has another name."""
-_CALL = re.compile(rf"\b(?:execute|profile|tune)\(({'|'.join(ARGUMENTS)})=(.*?)\)(?=:)")
+_CALL = re.compile(rf"\b(?:execute|profile|tune|Options)\(({'|'.join(ARGUMENTS)})=(.*?)\)(?=:)")
 _SETTINGS = "|".join(name for name in ARGUMENTS if name not in ("steps", "rows"))
 _SETTING = re.compile(rf"""\b({_SETTINGS})=(["']?)(\w[\w:.]*)\2""")
 _NAME = re.compile(

@@ -123,7 +123,7 @@ def read_fields(file: Path) -> dict[str, Any]:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except OSError as e:
         raise JobError(
-            f"{file}: {e.strerror}; give a config.json, its folder, or a preset"
+            f"{file}: {e.strerror}; give a config.json, its folder, or a preset such as llama3-8b"
         ) from None
     except ValueError as e:
         raise JobError(f"{file} is no JSON: {e}") from None

@@ -20,6 +20,7 @@ from piper_compiler.directives import (
 )
 from piper_interop import (
     DeviceLayout,
+    Float8Layers,
     JobDescription,
     ModelSizes,
     OffloadedTensors,
@@ -65,11 +66,13 @@ def description(job: Job, strategy: Strategy, name: str) -> JobDescription:
         rows=job.global_batch // parts,
         layout=layout,
         recompute=tuple(_recomputation(d) for d in strategy.directives if isinstance(d, recompute)),
-        offload=_offload([d for d in strategy.directives if isinstance(d, offload)]),
+        offload=_offload([d for d in _offloads(strategy) if d.tensors != "optim"]),
+        optim_on_host=_optim_on_host(job, [d for d in _offloads(strategy) if d.tensors == "optim"]),
         params=precision.params or "float32",
         compute=precision.compute or precision.params or "float32",
         reduce=precision.reduce or precision.params or "float32",
         loss_scale=_scale(precision.scaling),
+        float8=None if precision.quantised is None else Float8Layers(**asdict(precision.quantised)),
         clip_norm=job.clip_norm,
         loss_tiles=next((d.tiles for d in strategy.directives if isinstance(d, tile_loss)), 1),
     )
@@ -187,6 +190,20 @@ def _candidates(pp: int, microbatches: int, chunks: int) -> Iterator[tuple[str, 
 
 def _recomputation(item: Any) -> Recomputation:
     return Recomputation(item.keep, _first_layers(item), item.group)
+
+
+def _offloads(strategy: Strategy) -> list[Any]:
+    return [d for d in strategy.directives if isinstance(d, offload)]
+
+
+def _optim_on_host(job: Job, items: Sequence[Any]) -> float:
+    """Return the fraction of the layers whose optimizer is on the host; 1 for the whole model."""
+    if not items:
+        return 0.0
+    if items[0].selection == where():
+        return 1.0
+    count = int(_sizes(job).fields["layers"])
+    return (_first_layers(items[0]) or count) / count
 
 
 def _offload(items: Sequence[Any]) -> OffloadedTensors | None:

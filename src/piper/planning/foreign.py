@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from piper import models
 from piper.models.from_config import describe
+from piper.models.presets import PRESETS
 from piper_interop import Asked, Imported, ModelSizes, import_job, python
 from piper_ir.ground.errors import JobError, PiperWarning
 
@@ -80,7 +81,12 @@ def foreign_job(system: str, source: str, asked: Asked) -> ForeignJob:
 
 
 def sizes_of(path: Path) -> ModelSizes:
-    """Return the sizes of a config.json's model for an import; raise JobError if no decoder here is the same."""
+    """Return the sizes of a preset or a config.json's model for an import.
+
+    Raises JobError if no decoder here is the same.
+    """
+    if str(path) in PRESETS:
+        return model_sizes(PRESETS[str(path)])
     described = describe(path)
     if described.config is None:
         raise JobError(

@@ -218,4 +218,5 @@ def _facts(config: models.DecoderConfig, rows: int, length: int) -> str:
 
 def _precision(job: Job) -> str:
     precision = job.precision
-    return f"{precision.compute or precision.params} over {precision.params}"
+    narrow = f", {precision.quantised.recipe} float8" if precision.quantised else ""
+    return f"{precision.compute or precision.params} over {precision.params}{narrow}"

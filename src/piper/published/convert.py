@@ -74,6 +74,7 @@ MODEL_WORDS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("squared ReLU", {"activation": "squared_relu", "attention_bias": "none", "mlp_bias": False}),
     ("rotary", {"positions": "rotary"}),
     ("gated GELU", {"activation": "gelu"}),
+    ("QK norm", {"qk_norm": True}),
 )
 """The words of a note that change a model."""
 
@@ -289,6 +290,8 @@ def _updates_alone(published: PublishedRow) -> bool:
 def _precision(published: PublishedRow) -> Any:
     from piper_runtime import Precision
 
+    if "parameters in bf16" in published.note:
+        return Precision(params="bfloat16")
     narrow = any(w in published.note for w in ("PURE mixed", "reduced in bf16"))
     return Precision(
         params="float32", compute="bfloat16", reduce="bfloat16" if narrow else "float32"

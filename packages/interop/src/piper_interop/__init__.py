@@ -9,6 +9,7 @@ from importlib import import_module
 
 from piper_interop.neutral.described import (
     DeviceLayout,
+    Float8Layers,
     JobDescription,
     ModelSizes,
     OffloadedTensors,
@@ -66,6 +67,7 @@ __all__ = [
     "Asked",
     "JobDescription",
     "Exported",
+    "Float8Layers",
     "Imported",
     "Judgement",
     "DeviceLayout",

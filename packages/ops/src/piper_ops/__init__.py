@@ -1,8 +1,8 @@
 """Define portable ops, which stay one node in a traced graph on every device although their kernels differ by device.
 
 Importing this package registers the ops `piper::attention`, `piper::layer_norm`, `piper::rms_norm` and
-`piper::cross_entropy` with their gradients, the ops of `vocabulary`, `context` and `experts`, and the collectives
-inside of steps. Other packages import names from here.
+`piper::cross_entropy` with their gradients, the ops of `vocabulary`, `context`, `experts` and `float8`, and the
+collectives inside of steps. Other packages import names from here.
 """
 
 from piper_ops.attention.context import context_add, context_add_, context_merge, context_take
@@ -48,6 +48,9 @@ from piper_ops.experts.rounds import (
     experts_send,
     experts_take,
 )
+from piper_ops.float8.products import float8_linear, float8_mm
+from piper_ops.float8.quantise import float8_cast, float8_scale
+from piper_ops.float8.recipes import RECIPES, Float8
 from piper_ops.ground.errors import ExpertsOverflow, UnsupportedVariant, WrongCost
 from piper_ops.ground.library import DIRECT, OP_KERNELS, dtype_name
 from piper_ops.inductor.decompositions import DECOMPOSITIONS
@@ -101,6 +104,12 @@ from piper_ops.written.opaque import Returned, backward_step, forward_step, stor
 
 __all__ = [
     "DECOMPOSITIONS",
+    "Float8",
+    "RECIPES",
+    "float8_cast",
+    "float8_linear",
+    "float8_mm",
+    "float8_scale",
     "FusionForm",
     "compiled_fusion",
     "fusion",

@@ -6,6 +6,6 @@ Other packages import names from here or from one of the folders, which build on
 
 from piper_runtime.checkpoint import Checkpoints
 from piper_runtime.launch import Run, execute
-from piper_runtime.rank import Job, LossScale, Precision, rng_seed
+from piper_runtime.rank import Float8, Job, LossScale, Precision, rng_seed
 
-__all__ = ["Checkpoints", "Job", "LossScale", "Precision", "Run", "execute", "rng_seed"]
+__all__ = ["Checkpoints", "Float8", "Job", "LossScale", "Precision", "Run", "execute", "rng_seed"]

@@ -460,7 +460,7 @@ class _Run:
             if limit is None or needs.total <= limit:
                 continue
             role, most = counted.roles[r], memory.peaks[r]
-            start = Usage(-1, sum(s.nbytes for s in role.states), {})
+            start = Usage(-1, sum(s.nbytes for s in role.device_states), {})
             at = next(
                 u.instr
                 for u in chain([start], scan(counted, role), [most])

@@ -19,7 +19,7 @@ from piper_ir.program.costs import (
     PartDuration,
     StepDuration,
 )
-from piper_ir.program.ops import COMM, Comm, Compute, message_op
+from piper_ir.program.ops import COMM, Comm, Compute, cost_op, message_op
 from piper_ir.program.program import Step
 from piper_simulator import Cluster, CostModel
 from piper_traces.matching import Matched
@@ -53,7 +53,7 @@ def measured_costs(
                 chunk_of.setdefault(key, part.op.chunk)
             else:
                 amount = traffic.memory_bytes(role, part)
-                others[type(part.op).__name__, amount].append(seconds)
+                others[cost_op(part.op), amount].append(seconds)
     rows = plan.rows
     return Costs(
         comm=tuple(_messages(plan, matched, traffic, cluster)),

@@ -268,6 +268,7 @@ def _capture(job: Job, evaluating: bool = False) -> Traced:
             reduce=dtypes.sums_in,
             keep=dtypes.kept,
             wide=dtypes.batch_dtype,
+            float8=dtypes.quantised,
             most=job.global_batch,
             shared=job.shared_names,
             statistics=job.batch_norm is not None,

@@ -13,7 +13,7 @@ from piper.api.ground.clusters import chosen_cluster
 from piper.api.problems.other_meshes import used_recipe
 from piper.api.problems.tuning_problem import Conditions, problem_of
 from piper_autotune import OneWord, Scored, ScoredHere, WayOut
-from piper_compiler import Options, Strategy, order, recompute, replicate, shard, split
+from piper_compiler import Options, Strategy, offload, order, recompute, replicate, shard, split
 from piper_compiler.recipes import RECIPES, tensor_parallel
 from piper_ir.ground.errors import PiperError, TuneError
 from piper_ir.ground.keywords import checked_call
@@ -226,10 +226,20 @@ def _ordered(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
         yield f"{name}(pp={pp}, microbatches={number})", _with(strategy, items)
 
 
-KINDS = (_recomputing, _sharing, _halved, _wider, _ordered)
+def _hosted(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
+    """Yield the strategy with the optimizer on the host, unless a part of it is there."""
+    items = strategy.directives
+    if not any(isinstance(d, offload) and d.tensors == OPTIM for d in items):
+        more = offload(where(), tensors=OPTIM)
+        yield f'offload(where(), tensors="{OPTIM}")', _with(strategy, [*items, more])
+
+
+KINDS = (_recomputing, _sharing, _halved, _wider, _ordered, _hosted)
 """The kinds of changes, in the order in which they are tried."""
-TOGETHER = (_recomputing, _sharing, _wider, _halved)
+TOGETHER = (_recomputing, _sharing, _wider, _hosted, _halved)
 """The kinds of which the strongest are tried together: half the rows last, since there may be no half."""
+OPTIM = "optim"
+"""The tensors that `offload` keeps on the host with an optimizer."""
 
 
 def _with(strategy: Strategy, items: list[Directive]) -> Strategy:
@@ -241,7 +251,7 @@ def _told(found: WayOut, period_s: float) -> list[str]:
     if found.change is not None:
         return ["the first change that makes it fit", found.change.told(period_s)]
     least = found.least
-    kinds = "recomputation, zero, half the rows per microbatch, twice the tp and other schedules"
+    kinds = "recomputation, zero, half the rows, twice the tp, other schedules and the optimizer on the host"
     nearest = (
         ""
         if least is None

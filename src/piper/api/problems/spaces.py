@@ -99,7 +99,7 @@ class StrategySpace:
         rows: the rows of a microbatch that are tried.
         scale: sizes and rates on which the time of a mesh depends.
         experts: how many the model has in a layer that axes may share.
-        dropless: whether experts take every token; those with a capacity need the tokens of whole rows.
+        dropless: whether experts take every token; experts with a capacity need the tokens of whole rows.
         tiles: whether the loss may be computed in tiles.
         fixed: values of parameters that are not tried, by name.
     """
@@ -242,7 +242,7 @@ class StrategySpace:
     def _kept(
         self, trial: Any, at: Mapping[str, int], rows: int, stages: RecipeCall
     ) -> Iterator[RecipeCall]:
-        """Yield what a device keeps of a forward, and where: less for more compute or messages.
+        """Yield the policies of recomputation, tiles of the loss and offloads: less memory for more compute or messages.
 
         Tiles of the loss, and tensors that wait on the host, are asked for only where memory is short with all of a
         layer made again; policies by stage only where the sizes of one microbatch let the last devices keep more.

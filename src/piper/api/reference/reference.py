@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from piper.api.reference.reference_casts import MixedCasts
+from piper.api.reference.reference_float8 import quantise_layers
 from piper.api.reference.reference_random import RandomState
 from piper.api.reference.reference_scale import ReferenceScale
 from piper.api.reference.reference_weights import cast_tensors, constructed, load_weights
@@ -156,12 +157,16 @@ class _Trainer:
         )  # last: a file in float64 is not to go through the dtype of the constructor
         self.random = RandomState(self.model, job.seed, job.draws)
         self.updated = _Updated(self.model, job.precision)
+        quantise_layers(self.model, job.precision)
         returned = job.optimizer(self.updated.named())
         self.optimizers = [*returned] if isinstance(returned, list | tuple) else [returned]
         self.schedulers = [
             job.scheduler(optimizer) for optimizer in self.optimizers if job.scheduler
         ]
-        self.by_parts = job.batch_norm is not None or job.draws != "rows"
+        # one scale for several rows makes float8 depend on the microbatch
+        self.by_parts = (
+            job.batch_norm is not None or job.draws != "rows" or job.precision.float8 is not None
+        )
         self.scaling = ReferenceScale(job.precision)
 
     def step(self, step: int) -> tuple[float, Tensors]:

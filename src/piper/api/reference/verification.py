@@ -112,7 +112,9 @@ def verify_strategy(
     the errors of `compile` and `execute`, PlanError for a plan that breaks a rule, and JobError for random operations
     whose numbers plain PyTorch cannot draw.
     """
-    wide = replace(job.unevaluated, precision=Precision(params="float64"))
+    wide = replace(
+        job.unevaluated, precision=Precision(params="float64", float8=job.precision.float8)
+    )
     compiled = compile(wide, strategy, options=options)
     check_judged(compiled.plan)
     verify(compiled.plan)
@@ -144,7 +146,12 @@ def _whole_batch(
         return WholeBatch([], names, random)
     with working("training the whole batch in plain PyTorch"):
         both = differences(outcome, reference(job, steps=steps), tolerance.value)
-    meant = bool(names) or job.batch_norm is not None or job.loss_over == "microbatch"
+    meant = (
+        bool(names)
+        or job.batch_norm is not None
+        or job.loss_over == "microbatch"
+        or job.precision.float8 is not None
+    )
     return WholeBatch(
         [d for d in both if d.what in ("loss", "gradient", "buffer")], names, meant=meant
     )

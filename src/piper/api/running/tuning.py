@@ -30,10 +30,11 @@ from piper_autotune import (
     check_objective,
 )
 from piper_autotune import tune as search
-from piper_compiler import Strategy
+from piper_compiler import Options, Strategy
 from piper_ir.ground.errors import JobError, TuneError
 from piper_ir.ground.keywords import checked_call
 from piper_ir.program.costs import Costs
+from piper_ir.program.ops import KernelSource
 from piper_ir.program.program import Program
 from piper_simulator import CPU, Cluster, CostModelFactory, DeviceModel, GivenLoad, load_text
 
@@ -84,6 +85,7 @@ def tune(
     model: CostModelFactory = DeviceModel,
     objective: Objective | None = None,
     load: GivenLoad | None = None,
+    kernels: KernelSource = "eager",
 ) -> Study:
     """Search the strategy with the least predicted `period_s` whose plan fits the memory of every device.
 
@@ -115,6 +117,8 @@ def tune(
             different jobs would be compared, tokens per second and device.
         load: Of experts that ranks share, as in `simulate`. Without one all ranks have equally many tokens, and of
             several bounds on dropless experts' rows the least is the fastest.
+        kernels: Of confirming runs, as in `piper.Options`. Predictions are for the kernels that the stack of `cluster`
+            names, such as h100x8@inductor.
 
     Raises:
         TuneError: for arguments, for the storage, or for a space that contradicts itself.
@@ -128,6 +132,11 @@ def tune(
     if strategy is None:
         strategy = _space_of(source, device)
     conditions = Conditions(device, costs, _limit(memory_limit, device), model)
+    if kernels != "eager" and not confirm:
+        raise TuneError(
+            f"tune(kernels={kernels!r}): they are of confirming runs, and none is asked for; give confirm=2, or, for "
+            f"predictions, the cluster with a stack, such as h100x8@inductor"
+        )
     if load is not None and model is not DeviceModel:
         raise TuneError(
             "tune(load=...): a cost model of your own decides itself how long experts take; leave the load out"
@@ -158,7 +167,7 @@ def tune(
         options = RunOptions(
             steps=steps, launcher=launcher, timeout_s=timeout_s, memory=True, pool=pool
         )
-        measure = _measure(_jobs(source, space), costs, options)
+        measure = _measure(_jobs(source, space), costs, options, kernels)
     folder = new_folder(Path(out), "tune") if out is not None else None
     with saved(folder), _joined(workers):
         if measure is not None and pool is None:
@@ -296,6 +305,7 @@ def _measure(
     job_of: Callable[[Mapping[str, Any]], Job],
     costs: Costs | None,
     options: RunOptions,
+    kernels: KernelSource,
 ) -> Callable[[Strategy], Confirmation]:
     if type(options.steps) is not int or options.steps < 2:
         raise JobError(
@@ -306,7 +316,7 @@ def _measure(
         from piper.api.running.execution import Records, execute_with
 
         job = job_of(strategy.params).unevaluated
-        compiled = compile(job, strategy, costs=costs)
+        compiled = compile(job, strategy, costs=costs, options=Options(kernels=kernels))
         run = execute_with(compiled, job, options, Records())
         period_s = run.period_s if run.period_s is not None else median(run.step_s[1:])
         return Confirmation(period_s, max(run.peak_bytes.values(), default=None))

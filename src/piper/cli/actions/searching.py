@@ -17,6 +17,7 @@ from piper.cli.options import searchers
 from piper.views.reporting import report_at_end
 from piper.views.study_view import as_numbers, bar, files_text, show_study
 from piper_autotune import OBJECTIVES, Objective, Study
+from piper_compiler import kernel_source
 from piper_ir.ground.errors import JobError
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def tune(arguments: TuneArguments) -> Study:
             space.job, space.strategy, cluster=a.cluster, costs=load_costs(a.costs) if a.costs else None, trials=a.trials,
             confirm=a.confirm, memory_limit=a.memory_limit, seed=a.seed, storage=a.storage, launcher=cast("Launcher", a.launcher),
             workers=searchers(a.workers), progress=progress, objective=objective_named(a.objective),
-            load=load_named(a.load),
+            load=load_named(a.load), kernels=kernel_source(a.kernels),
         )  # fmt: skip
     if a.as_json:
         print(json.dumps(as_numbers(study, folder, rows)))

@@ -278,8 +278,11 @@ def _roles(plan: Plan) -> str:
                 if c.purpose == "host" and role.role in c.roles
             }
             copies = sum(instr.stream in streams for instr in role.program)
+            kept = [f"{copies} copies"] * bool(copies)
+            kept += ["the optimizer's states and masters"] * any(s.host for s in role.states)
             lines.append(
-                f"             in the memory of the host at most {size_text(role.host_peak_bytes)}; {copies} copies"
+                f"             in the memory of the host at most {size_text(role.host_peak_bytes)}: "
+                f"{', '.join(kept)}"
             )
     return "\n".join(lines)
 

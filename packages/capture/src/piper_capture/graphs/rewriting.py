@@ -11,14 +11,17 @@ from torch import fx
 from piper_capture.graphs.closures import ancestors, drawn_before
 from piper_capture.torch_api._torch_joint import OpOverload
 from piper_capture.values import aliasing
+from piper_ops import float8_cast, float8_scale
 
 Rule = Callable[[fx.Graph, fx.Node], fx.Node | None]
 """A rule returns the node that stands for the given one from now on, or None if it does not apply."""
+SHARED = frozenset({float8_scale, float8_cast})
+"""The ops that are made once where several would give the same: layers that read one tensor quantise it together."""
 COPIES = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
 
 
 def rewrite(graph: fx.Graph, rules: Sequence[Rule], buffers: Collection[fx.Node] = ()) -> None:
-    """Apply the rules to each node of `graph` in order, in place, and let equal views be one node.
+    """Apply the rules to each node of `graph` in order, in place, and let equal views, and SHARED ops, be one node.
 
     A copy of one of the `buffers` stays, because backward may read it after the buffer has changed.
     """
@@ -29,7 +32,9 @@ def rewrite(graph: fx.Graph, rules: Sequence[Rule], buffers: Collection[fx.Node]
         if node.target in COPIES and aliasing.root(node.all_input_nodes[0]) in buffers:
             continue
         simpler = _apply(graph, rules, node)
-        if simpler.users and simpler.op == "call_function" and aliasing.is_view(simpler):
+        if not simpler.users or simpler.op != "call_function":
+            continue
+        if aliasing.is_view(simpler) or simpler.target in SHARED:
             key = (
                 simpler.target,
                 _freeze(simpler.args),

@@ -1,7 +1,8 @@
-"""Replace ops so that they can be sharded along a vocabulary: the rows of an embedding, the classes of a cross-entropy.
+"""Replace ops so that they can be sharded along a vocabulary or a block: rows of an embedding, classes of a loss, ...
 
 A device with a shard of them cannot run the same op on it: a token's row may be on another device, and a logsumexp is
-over all classes. The ops of `piper_ops.pointwise.vocabulary` compute the shards.
+over all classes. The ops of `piper_ops.pointwise.vocabulary` compute the shards. Nor is the largest magnitude of a
+shard that of a tensor which is quantised with one scale.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from piper_ops import (
     cross_entropy_part_dgrad,
     embedding_part,
     embedding_part_dgrad,
+    float8_scale,
 )
 
 aten = torch.ops.aten
@@ -63,6 +65,17 @@ def _loss_gradient(emit: Emitter, named: OpArguments, places: Sequence[LoopPlace
     return [emit.call(cross_entropy_part_dgrad, *args, *_at(places), **_options(named))]
 
 
+def _scale(emit: Emitter, named: OpArguments, places: Sequence[LoopPlace]) -> list[fx.Node]:
+    """Gather the scales of all devices' parts of a block: the block's scale is the least of them."""
+    scale = emit.call(float8_scale, *named.values())
+    shape = tuple(aliasing.tensor(scale).shape)
+    for place in places:
+        parts = emit.call(all_gather, scale, place.axis, place.degree)
+        apart = emit.call(aten.view.default, parts, [place.degree, *shape])
+        scale = emit.call(aten.amin.default, apart, [0])
+    return [scale]
+
+
 def _options(named: OpArguments) -> dict[str, Any]:
     return {name: named[name] for name in ("reduction", "ignore_index") if name in named}
 
@@ -90,4 +103,8 @@ def rewrites_of(call: OpCall) -> Mapping[DimOf, LoopRewrite]:
                 (DimOf(call.number("logits"), CLASSES), DimOf(OUT, CLASSES)),
                 LoopRewrite(_loss_gradient, partial=False),
             )
+        case piper.float8_scale.default:
+            sizes = call.get("rows"), call.get("columns")
+            whole = [DimOf(0, dim) for dim, size in enumerate(sizes) if size == 0]
+            return dict.fromkeys(whole, LoopRewrite(_scale, partial=False))
     return {}

@@ -56,6 +56,8 @@ from piper_ops import (
 ROUTES = (route, torch.ops.piper.route)
 UNROUTES = (unroute, torch.ops.piper.unroute)
 FEW, MANY = 1, 1000
+_ROOM: dict[tuple[object, ...], list[int]] = {}
+"""The bytes of further rounds by source of the body, forms of tensors and trained stacks; a search asks many times."""
 ChunkInputs = Callable[[int], list[JointInput]]
 """A function from a number of rows to the unsharded inputs of a chunk."""
 
@@ -347,10 +349,13 @@ class _Rewriting:
         table = torch.empty((self._how.degree, self.experts), dtype=torch.int64, device="meta")
         back = rows.new_empty((self._how.degree, self.slot, width))
         home = rows.new_empty((count, rows.shape[1]))
-        on_meta = ExpertBody(compile_step(StepCode(body), "meta"), body.endswith(ANY_ROWS))
-        return room_of_rounds(
-            home, back, table, weights, on_meta, [self._trained(n) for n in self._stacks]
-        )
+        wanted = [self._trained(n) for n in self._stacks]
+        forms = *((t.shape, t.dtype) for t in (home, back, *weights)), table.shape
+        key = body, forms, tuple(wanted)
+        if key not in _ROOM:
+            on_meta = ExpertBody(compile_step(StepCode(body), "meta"), body.endswith(ANY_ROWS))
+            _ROOM[key] = room_of_rounds(home, back, table, weights, on_meta, wanted)
+        return _ROOM[key]
 
     def _trained(self, node: fx.Node) -> bool:
         return self._inputs[self._module.graph.find_nodes(op="placeholder").index(node)].needs_grad

@@ -49,7 +49,7 @@ from piper_capture.whole_batch.row_mixing import (
 from piper_ir.ground.errors import CaptureError
 from piper_ir.ground.sizes import Dim, TensorSpec, affine, fit
 from piper_ir.program.program import BatchTensor, Buffer, Chunk, Input, Output, Param, Program
-from piper_ops import dtype_name
+from piper_ops import Float8, dtype_name
 
 
 class TraceOptions(TypedDict, total=False):
@@ -59,6 +59,7 @@ class TraceOptions(TypedDict, total=False):
     reduce: torch.dtype | None
     keep: Mapping[str, torch.dtype] | None
     wide: torch.dtype
+    float8: Float8 | None
     most: int
     shared: tuple[str, ...]
     statistics: bool
@@ -85,6 +86,7 @@ def trace(
     reduce: torch.dtype | None = None,
     keep: Mapping[str, torch.dtype] | None = None,
     wide: torch.dtype = torch.float32,
+    float8: Float8 | None = None,
     most: int = ASKED_ROWS,
     shared: tuple[str, ...] = (),
     statistics: bool = False,
@@ -109,6 +111,7 @@ def trace(
         reduce: the dtype of the gradient accumulators to which W adds; None for the dtype of the parameters.
         keep: patterns of parameter names -> the dtype of these parameters instead of `dtype`.
         wide: the dtype of other floating-point tensors of the batch, such as targets, unless `dtype` is wider.
+        float8: the linear layers that multiply in float8; None for none.
         most: rows that `batch` has; it is asked for two of them at most.
         shared: patterns of the names of batch tensors without rows, beside the tensors marked by `piper.shared`.
         statistics: whether batch norms take the statistics of each microbatch; otherwise they are refused.
@@ -124,7 +127,7 @@ def trace(
             kernels, and chunks whose sizes are not affine in the rows.
     """
     with _torch.capturing():
-        casts = Casts(dtype, reduce, keep or {}, wide=wide)
+        casts = Casts(dtype, reduce, keep or {}, wide=wide, float8=float8)
         options = ForwardOptions(casts, most, shared, statistics, metrics, evaluating)
         forward = capture_forward(model, batch, loss, options)
         check_steady(forward)
@@ -155,6 +158,7 @@ def trace(
                 "reduce": reduce,
                 "keep": keep,
                 "wide": wide,
+                "float8": float8,
                 "whole_batch": whole_batch,
             }
             how |= {

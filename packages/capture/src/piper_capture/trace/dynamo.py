@@ -37,6 +37,7 @@ from piper_capture.torch_api.attributes import held_tensors
 from piper_capture.trace.automatic import AutomaticRegions
 from piper_capture.trace.dynamo_errors import unknown_tensor
 from piper_capture.trace.exact_batch import exact_tensors, layers_cast_inputs
+from piper_capture.trace.float8_layers import quantise_layers
 from piper_capture.trace.tracing import EXAMPLE_ROWS, Recorder, StepCall, followed, step
 from piper_capture.values.casts import Casts
 from piper_capture.values.concrete import line_of
@@ -97,6 +98,7 @@ class Forward:
         adding: the kind of auxiliary gradients that the form of the loss is for.
         sums: whether the loss is a sum over rows.
         of_model: nodes of the model, which may not combine rows; none if losses of microbatches are trained.
+        quantised: whether linear layers multiply in float8, whose backward rounds gradients by their size.
         own_loss: whether the model computes its loss itself.
         warned: warnings about the model, which whoever uses the capture gives again; the check of rows adds to them.
         kept: name of a "kept" origin -> the node of the first call's graph that made the tensor, if one did.
@@ -129,6 +131,7 @@ class Forward:
     adding: AuxiliaryForm = ""
     sums: bool = False
     of_model: frozenset[str] = frozenset()
+    quantised: bool = False
     own_loss: bool = False
     warned: list[str] = field(default_factory=list)
 
@@ -246,7 +249,7 @@ def _made(
         regions,
         statistics=options.statistics,
         metrics=metrics,
-        exact=bool(casts.exact),
+        casts=casts,
     )
     first = calls.trace()
     if state.as_found():  # so the next call is like this one
@@ -268,7 +271,7 @@ class _Calls:
     left: list[tuple[Tensor, fx.Node | None]] = field(default_factory=list)
     known: frozenset[str] = frozenset()
     metrics: OutputMetrics = field(default_factory=dict)
-    exact: bool = False
+    casts: Casts = field(default_factory=Casts)
 
     def trace(self) -> Forward:
         batch, rows = self.example.tensors, self.example.rows
@@ -281,7 +284,7 @@ class _Calls:
         for tensor in rows.values():
             _torch.mark_rows(tensor)
         modules = {str(id(m)): m for m in self.model.modules()}
-        with self.state.call(), layers_cast_inputs() if self.exact else nullcontext():
+        with self.state.call(), layers_cast_inputs() if self.casts.exact else nullcontext():
             call = StepCall(self.model, self.loss, self.example, self.metrics)
             recorder, result = followed(call, self.regions, self.statements, modules)
         gm = recorder.graph_module()
@@ -290,6 +293,7 @@ class _Calls:
             norms = replace_portable(
                 gm, lambda node: is_opaque(node, modules), statistics=self.statistics
             )
+            narrow = quantise_layers(gm, self.model, modules, self.casts)
         except UnsupportedVariant as error:
             raise CaptureError(str(error)) from error
         result, metric_values = (result[:-1], result[-1]) if self.metrics else (result, {})
@@ -316,9 +320,10 @@ class _Calls:
             joined=self.example.joined,
             sharing=self.example.sharing,
             constants=self.example.constants,
-            notes=(*self.regions.texts, *recorder.notes, *self.statements.note),
+            notes=(*self.regions.texts, *recorder.notes, *self.statements.note, *narrow),
             norms=norms,
             metrics=metric_nodes(metric_values, recorder.node_of),
+            quantised=bool(narrow),
             own_loss=self.loss is None,
             warned=[*recorder.kernel_choices, *self.regions.texts],
         )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from piper_ir.ground.errors import CaptureError
+from piper_ops import Float8
 
 CASTS = (
     "Parameters and floating-point inputs of products have the dtype of Job.precision, and buffers the one that "
@@ -29,6 +30,7 @@ class Casts:
         keep: pattern of parameter names -> their dtype in place of `compute`; the first match counts.
         exact: names of batch tensors that are cast to `wide`, not to `compute`.
         wide: the dtype of `exact` tensors, unless they come in `compute`.
+        float8: the linear layers that multiply in float8.
     """
 
     compute: torch.dtype | None = None
@@ -36,6 +38,7 @@ class Casts:
     keep: Mapping[str, torch.dtype] = field(default_factory=dict)
     exact: frozenset[str] = frozenset()
     wide: torch.dtype = torch.float32
+    float8: Float8 | None = None
 
     def of_parameter(self, name: str, tensor: Tensor) -> torch.dtype:
         """Return the dtype of a parameter."""

@@ -22,7 +22,7 @@ from piper_capture.values.concrete import line_of
 from piper_capture.whole_batch.row_trial import PARTS, RowsInDim, RowTrial, opaque_same
 from piper_ir.ground.errors import CaptureError
 from piper_ir.ground.sizes import TensorSpec
-from piper_ops import STATISTICS, is_draw
+from piper_ops import STATISTICS, float8_scale, is_draw
 
 aten = torch.ops.aten
 WHOLE_ROWS = sum(PARTS)
@@ -225,6 +225,8 @@ class _Rows:
 
     def keeps_apart(self, node: fx.Node) -> bool:
         """Return whether an op computes each row by itself."""
+        if node.target is float8_scale:  # by definition a scale is that of a microbatch
+            return True
         op = self.indexes.ops[node]
         result_numbers = [
             k

@@ -1,4 +1,6 @@
-"""Define `offload`: let the tensors that a backward needs wait for it in the memory of the host.
+"""Define `offload`: keep tensors of chunks in the memory of the host.
+
+The tensors that a backward needs wait for it there:
 
     before  layer1.F@0 (saves tensors) -> layer1.B@0
     after   layer1.F@0 -> to_host -> from_host -> layer1.B@0        offload(where(layer=1))
@@ -11,16 +13,21 @@ tensor that chunks hand on stays, too, if the backward of a chunk that is not se
 With `modules` only tensors move that a forward saves and that operations inside of these modules make: the ones that
 recompute(keep="inputs", modules=modules) would make again. Capture makes that variant to tell them.
 
+With tensors="optim" the optimizer of the selected chunks runs on the host, which alone keeps its states and the
+parameters that it updates (masters). Its Update copies the gradients there, and the updated parameters back, in the
+dtype of forward and backward (ZeRO-Offload; Ren et al., 2021).
+
 Legality
  1. Forward and backward of the selected chunks are selected, in all microbatches.
- 2. `tensors` is "all", "saved" or "inputs".
+ 2. `tensors` is "all", "saved", "inputs" or "optim".
  3. `prefetch` is an integer of at least 0, and `least_mb` a number of at least 0.
- 4. No selected chunk is offloaded already.
+ 4. No selected chunk is offloaded already; its optimizer and its other tensors may be, by two directives.
  5. The program is of a captured model; a synthetic program has no tensors that wait.
- 6. No selected chunk is opaque: autograd holds its tensors itself.
- 7. The backward of a selected chunk needs a tensor of that kind.
+ 6. No selected chunk is opaque, unless `tensors` is "optim": autograd holds its tensors itself.
+ 7. The backward of a selected chunk needs a tensor of that kind; with "optim" a selected chunk trains parameters.
  8. Each of `modules` is a pattern that matches a module that the model runs, which the capture checks; `tensors` is
     not "inputs" beside it.
+ 9. With tensors="optim" prefetch, least_mb and modules are not given: all states of the chunks stay on the host.
 """
 
 from __future__ import annotations
@@ -39,14 +46,15 @@ from piper_compiler.directives.base import (
 from piper_compiler.directives.decided import Decided
 from piper_compiler.directives.prepare import CaptureRequest, Preparation
 from piper_compiler.directives.recompute import ASKED_FOR, policy_name
-from piper_compiler.ports import kept_inside, value_reads
+from piper_compiler.ports import kept_inside, trains, value_reads
 from piper_ir.graph.graph import Graph, Node, Offloading
 from piper_ir.graph.graph_parts import without
 from piper_ir.ground.select import Where
 from piper_ir.program.ops import Compute
 
 MB = 1 << 20
-TENSORS = ("all", "saved", "inputs")
+OPTIM = "optim"
+TENSORS = ("all", "saved", "inputs", OPTIM)
 
 
 @directive
@@ -57,7 +65,8 @@ class Offload:
     Attributes:
         prefetch: how many backwards of offloaded chunks ahead of its first reader a tensor is brought back.
         tensors: "saved" by the forward of a chunk for its backward; "inputs": activations that chunks hand on and the
-            backward reads again, as the inputs of a recomputed layer; "all" of these.
+            backward reads again, as the inputs of a recomputed layer; "all" of these. "optim": the states of the
+            optimizer and the parameters that it updates, which never leave the host.
         least_mb: MiB that a tensor has at least; smaller ones stay on the device.
         modules: patterns of the names of the modules whose tensors move; () for all.
         site: where the user wrote it.
@@ -105,6 +114,27 @@ class Offload:
         nodes = compute_nodes(self, graph, self.selection)
         chunks = _chunks(nodes)
         self._check_whole(graph, nodes, chunks)
+        if self.tensors == OPTIM:
+            self._check_optim(graph, chunks)
+        else:
+            self._check_waiting(graph, chunks)
+
+    def _check_optim(self, graph: Graph, chunks: tuple[str, ...]) -> None:
+        """Check conditions 4, 7 and 9 of states on the host."""
+        if already := tuple(c for c in chunks if c in graph.hosted):
+            text = f"the optimizer of {already[0]} is on the host already; select each chunk once"
+            raise fail(self, 4, text, already)
+        if not any(trains(graph.program.chunk(c)) for c in chunks):
+            text = f"{', '.join(chunks[:4])} trains no parameters; leave offload out"
+            raise fail(self, 7, text)
+        settings = (("prefetch", 1), ("least_mb", 1.0), ("modules", ()))
+        given = [name for name, default in settings if getattr(self, name) != default]
+        if given:
+            text = f'{", ".join(given)} beside tensors="optim"; states do not move, so leave it out'
+            raise fail(self, 9, text)
+
+    def _check_waiting(self, graph: Graph, chunks: tuple[str, ...]) -> None:
+        """Check conditions 4 to 7 of tensors that wait for a backward."""
         if already := tuple(c for c in chunks if c in graph.offloading):
             raise fail(
                 self, 4, f"{already[0]} is offloaded already; select each chunk once", already
@@ -176,13 +206,19 @@ class Offload:
                 return True
         return False
 
-    def decided(self) -> Decided:
-        """Return its decisions before it is compiled; which tensors move, and when, is known in order only."""
-        return Decided(away=True)
+    def decided(self) -> Decided | None:
+        """Return its decisions before it is compiled; which tensors move, and when, is known in order only.
+
+        Bounds of states count them on the device, so there are none where the optimizer is on the host.
+        """
+        return None if self.tensors == OPTIM else Decided(away=True)
 
     def apply(self, graph: Graph) -> Graph:
         edit = graph.edit()
         chunks = _chunks(graph.pick(self.selection))
+        if self.tensors == OPTIM:
+            edit.hosted = (*edit.hosted, *chunks)
+            return edit.done()
         edit.offloading.update(dict.fromkeys(chunks, self._policy()))
         return edit.done()
 

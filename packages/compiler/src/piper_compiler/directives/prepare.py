@@ -79,7 +79,7 @@ def capture_request(
     """Return the request of a strategy to the capture whose program with the usual layers is `program`."""
     written = tuple(directives)
     request = CaptureRequest()
-    if any(map(_selects_layers, written)) and lacks_layers(program, 1):
+    if any(selects(item, "layer") for item in written) and lacks_layers(program, 1):
         request = replace(request, layers=LONGEST_CHAIN)
     for number, item in enumerate(written):
         if isinstance(item, Preparing):
@@ -104,7 +104,7 @@ def layers_of(program: Program) -> list[int]:
     return list(dict.fromkeys(c.coords["layer"] for c in program.chunks if "layer" in c.coords))
 
 
-def _selects_layers(item: Directive) -> bool:
-    """Return whether a directive selects by layers."""
+def selects(item: Directive, coordinate: str) -> bool:
+    """Return whether a directive selects by a coordinate."""
     selection = getattr(item, "selection", None)
-    return isinstance(selection, Where) and "layer" in dict(selection.terms)
+    return isinstance(selection, Where) and coordinate in dict(selection.terms)

@@ -37,7 +37,7 @@ from piper_compiler.directives.base import (
     site_field,
 )
 from piper_compiler.directives.decided import Decided
-from piper_compiler.directives.prepare import CaptureRequest, Preparation, lacks_layers
+from piper_compiler.directives.prepare import CaptureRequest, Preparation, lacks_layers, selects
 from piper_compiler.directives.shard import Shard, shared_axes
 from piper_ir.graph.graph import Graph, Node, Replication
 from piper_ir.ground.mesh import AXES, Mesh, whole_axis
@@ -112,9 +112,10 @@ class Replicate:
     def prepare(self, request: CaptureRequest, seen: Preparation) -> CaptureRequest:
         """Ask for a chain of like modules as layers if parameters are sharded and the program has no layers.
 
-        Parameters are gathered chunk by chunk.
+        Parameters are gathered chunk by chunk. Chunks that another directive names stay as they are.
         """
-        if request.layers or not self.shards.params or not lacks_layers(seen.program, 1):
+        named = any(selects(item, "chunk") for item in seen.directives)
+        if request.layers or named or not self.shards.params or not lacks_layers(seen.program, 1):
             return request
         return replace(request, layers=LONGEST_CHAIN)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from piper_interop.accelerate.fsdp import MESHES, STRATEGIES, fsdp
+from piper_interop.accelerate.launch import float8_recipe
 from piper_interop.accelerate.table import PREFIX, TABLE, deepspeed_of
 from piper_interop.accelerate.units import layer_parameters, megabytes, whole
 from piper_interop.deepspeed.arguments import PREFIX as ARGUMENTS
@@ -15,6 +16,7 @@ from piper_interop.deepspeed.describe import offloaded, recomputes
 from piper_interop.deepspeed.table import TABLE as DEEPSPEED
 from piper_interop.neutral.described import (
     DeviceLayout,
+    Float8Layers,
     JobDescription,
     ModelSizes,
     OffloadedTensors,
@@ -71,6 +73,7 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         offload=_offloaded(foreign),
         compute=half or "float32",
         reduce=half if half and sharding.zero else "float32",
+        float8=_float8(foreign),
         clip_norm=clip or None,
         lr=float(foreign.get(f"{ARGUMENTS}learning_rate", 3e-4)),
         stack=_stack(foreign),
@@ -275,6 +278,16 @@ def _half(foreign: Foreign) -> str:
     if precision == "fp16" or foreign.get(f"{ARGUMENTS}fp16", False):
         return "float16"
     return "bfloat16" if precision != "no" or foreign.get(f"{ARGUMENTS}bf16", False) else ""
+
+
+def _float8(foreign: Foreign) -> Float8Layers | None:
+    """Return the layers that multiply in float8: with torchao all but the first and the last of the model."""
+    recipe = float8_recipe(foreign)
+    if not recipe:
+        return None
+    if recipe == "mxfp8":
+        return Float8Layers(recipe, saved="float8")
+    return Float8Layers(recipe, modules=("layers.*",), keep=("layers.0.attention.q*",))
 
 
 def _recomputes(foreign: Foreign) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -19,11 +20,13 @@ LAUNCH, ARGUMENTS, DEEPSPEED = "accelerate_config.yaml", "training_args.json", "
 def export(described: JobDescription) -> Exported:
     """Return a launch file, TrainingArguments, and a DeepSpeed file for strategies that only DeepSpeed has.
 
-    DDP has whole states, FSDP 2 shards all of them, and DeepSpeed the rest: zero=1, zero=2, and attention by heads.
+    DDP has whole states, FSDP 2 shards all of them, and DeepSpeed the rest: zero=1, zero=2, attention by heads, and
+    shared states of an optimizer on the host.
     Raises JobError that names all that none of them can do.
     """
     layout = described.layout
-    if layout.zero in (1, 2) or (layout.cp > 1 and layout.attention == "heads"):
+    by_heads = layout.cp > 1 and layout.attention == "heads"
+    if layout.zero in (1, 2) or by_heads or (layout.zero and described.optim_on_host):
         return _by_deepspeed(described)
     lacks("Accelerate", described, _impossible(described))
     sharded = layout.zero == 3
@@ -74,9 +77,20 @@ def _impossible(described: JobDescription) -> list[str]:
         lines.append("tp or cp with whole states; nearest: zero=3")
     if layout.zero and layout.dp * layout.cp == 1:
         lines.append("zero=3 over one device; nearest: zero=0")
+    if described.float8 is not None and described.float8.recipe not in FP8:
+        lines.append(f"float8 by the recipe {described.float8.recipe}; nearest: tensorwise")
+    if described.optim_on_host:
+        lines.append("an optimizer on the host without zero; nearest: zero=1")
     if described.params != "float32":
         lines.append(f"params={described.params}: the script loads the weights; nearest: float32")
     return lines
+
+
+FP8: Mapping[str, Mapping[str, Any]] = {
+    "tensorwise": {"backend": "AO", "enable_fsdp_float8_all_gather": False},
+    "mxfp8": {"backend": "TE", "use_mxfp8_block_scaling": True, "fp8_format": "E4M3"},
+}
+"""The section of fp8 by the recipes that Accelerate can ask for."""
 
 
 def _launch(described: JobDescription, kind: str) -> dict[str, Any]:
@@ -88,6 +102,8 @@ def _launch(described: JobDescription, kind: str) -> dict[str, Any]:
         "use_cpu": False,
         "debug": False,
     }
+    if described.float8 is not None:
+        options |= {"mixed_precision": "fp8", "fp8_config": FP8[described.float8.recipe]}
     if described.stack == "inductor":
         options["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
     return options
@@ -122,6 +138,10 @@ def _notes(described: JobDescription) -> tuple[str, ...]:
     """Return the parts that are said in the nearest form."""
     layout = described.layout
     notes = ["the model and the tokens of a row are the script's; the files do not say them"]
+    if described.float8 is not None:
+        notes.append(
+            "of linear layers torchao leaves out the first and the last, and Transformer Engine none"
+        )
     if described.loss_tiles > 1:
         notes.append(f"the script must compute its loss in {described.loss_tiles} tiles of tokens")
     narrow = described.compute in ("bfloat16", "float16")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from piper_interop.accelerate.fsdp import FSDP, MESH, MESHES, SECTIONS
+from piper_interop.neutral.foreign import Foreign
 from piper_interop.neutral.kinds import (
     ANY,
     BOOL,
@@ -15,16 +16,37 @@ from piper_interop.neutral.kinds import (
     OptionSpec,
     one_of,
 )
-from piper_interop.neutral.options import Ignored, Mapped, Unsupported
+from piper_interop.neutral.options import Ignored, Mapped, Nearest, Unsupported
 
 TYPES = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
 HOSTS = Ignored("concerns how processes are started")
+
+
+def float8_recipe(foreign: Foreign) -> str:
+    """Return the recipe of fp8: of torchao, or Transformer Engine's of blocks; "" for another, or none.
+
+    The file names the backend, torchao or Transformer Engine; without a name Accelerate takes an installed one.
+    """
+    if foreign.get("mixed_precision") != "fp8" or foreign.get("distributed_type") == "DEEPSPEED":
+        return ""
+    backend = str(foreign.get("fp8_config.backend", "")).upper()
+    if backend == "AO":
+        return "tensorwise"
+    return "mxfp8" if backend == "TE" and foreign.get("fp8_config.use_mxfp8_block_scaling") else ""
+
+
 FP8 = Unsupported(
-    "fp8",
+    "fp8 but for the backend AO, or TE with use_mxfp8_block_scaling,",
     "take bf16 in the file",
     unless=("no", "bf16", "fp16", None),
     stand_in="bf16",
     how="taken as bf16, and so predicted too slow",
+    when=lambda foreign: not float8_recipe(foreign),
+)
+GATHERED = Nearest(
+    "parameters gathered in bfloat16",
+    "predicted too slow",
+    when=lambda foreign: bool(float8_recipe(foreign)),
 )
 PART_OF_FP8 = Ignored("a part of fp8, which mixed_precision decides")
 GRAPH = Ignored("a choice inside of the compiler, whose graph is not modelled")
@@ -116,10 +138,11 @@ LAUNCH: dict[str, OptionSpec] = {
             "backend": TEXT, "use_autocast_during_eval": BOOL, "margin": INT, "interval": INT, "fp8_format": TEXT,
             "amax_history_length": INT, "amax_history_len": INT, "amax_compute_algorithm": TEXT,
             "amax_compute_algo": TEXT, "override_linear_precision": ANY, "optimization_level": TEXT,
-            "opt_level": TEXT, "enable_fsdp_float8_all_gather": BOOL, "pad_inner_dim": BOOL,
+            "opt_level": TEXT, "pad_inner_dim": BOOL,
             "use_mxfp8_block_scaling": BOOL, "config": ANY, "module_filter_func": ANY,
         }.items()
     },
+    "fp8_config.enable_fsdp_float8_all_gather": (BOOL, GATHERED),
     **{f"{SECTIONS[0]}{name}": option for name, option in FSDP.items()},
     **{f"{MESHES[0]}{name}": option for name, option in MESH.items()},
 }  # fmt: skip

@@ -17,7 +17,7 @@ PREFIX = "deepspeed."
 """The prefix of DeepSpeed's options among Accelerate's."""
 
 STAND_INS = {
-    "bf16": "fp8, and fp16 under DeepSpeed's torch_autocast, are taken as bf16; quantising is not counted",
+    "bf16": "fp8 of a recipe that is not here, and fp16 under DeepSpeed's torch_autocast, are taken as bf16",
     "adamw": "another optimizer is taken as AdamW, with two states of four bytes per parameter",
 }
 

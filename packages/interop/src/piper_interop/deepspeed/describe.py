@@ -64,6 +64,7 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         layout=layout,
         recompute=(Recomputation("inputs"),) if recomputes(foreign) else (),
         offload=offloaded(foreign) if recomputes(foreign) else None,
+        optim_on_host=on_host(foreign),
         params=params,
         compute=compute,
         reduce=reduce,
@@ -260,6 +261,16 @@ def offloaded(foreign: Foreign) -> OffloadedTensors | None:
     return OffloadedTensors("inputs", prefetch=0) if waits else None
 
 
+def on_host(foreign: Foreign) -> float:
+    """Return the fraction of the optimizer that runs on the host."""
+    section = "zero_optimization."
+    if foreign.get(f"{section}cpu_offload", False):
+        return 1.0
+    if foreign.get(f"{section}offload_optimizer.device", "none") != "cpu" or not stage(foreign):
+        return 0.0
+    return float(foreign.get(f"{section}offload_optimizer.ratio", 1.0)) if gathers(foreign) else 1.0
+
+
 def _compiled(foreign: Foreign) -> bool:
     return bool(
         foreign.get("compile.deepcompile", False) or foreign.get(f"{PREFIX}torch_compile", False)
@@ -310,4 +321,6 @@ def _origins(foreign: Foreign) -> dict[str, str]:
     if recomputes(foreign):
         parts["recompute"] = "activation_checkpointing, gradient_checkpointing"
         parts["offload"] = "activation_checkpointing.cpu_checkpointing"
+    if on_host(foreign):
+        parts["offload"] = "zero_optimization.offload_optimizer"
     return {part: origin for part, origin in parts.items() if origin}

@@ -45,12 +45,16 @@ def _impossible(described: JobDescription) -> list[str]:
         lines.append(
             "parameters that stay gathered through a step; nearest: zero=2, or zero=3 with reshard"
         )
+    if described.optim_on_host and layout.zero < (1 if described.optim_on_host == 1 else 3):
+        lines.append("the optimizer, or a part of it, on the host; nearest: with zero=3")
     if layout.prefetch is not None and layout.prefetch > 1 and layout.zero == 3:
         lines.append(f"prefetch={layout.prefetch}; nearest: 1")
     if (described.params, described.compute) not in _PRECISIONS:
         lines.append(
             f"params={described.params} with compute={described.compute}; nearest: bf16 over float32"
         )
+    if described.float8 is not None:
+        lines.append("linear layers in float8; nearest: bfloat16")
     scale = {**USUAL_SCALE, **dict(described.loss_scale)}
     if "fixed" not in scale and (scale["growth"], scale["backoff"]) != (2.0, 0.5):
         lines.append(
@@ -93,6 +97,10 @@ def _options(described: JobDescription) -> dict[str, Any]:
         else None,
         **_zero(described),
     }
+    if described.optim_on_host:
+        options["zero_optimization.offload_optimizer.device"] = "cpu"
+        if described.optim_on_host < 1:
+            options["zero_optimization.offload_optimizer.ratio"] = described.optim_on_host
     if described.offload is not None:
         options["activation_checkpointing.cpu_checkpointing"] = True
     if layout.tp > 1:

@@ -104,7 +104,10 @@ BATCH: dict[str, OptionSpec] = {
         ),
     ),
     "zero_allow_untested_optimizer": (BOOL, Ignored("allows an optimizer, and changes none")),
-    "zero_force_ds_cpu_optimizer": (BOOL, Ignored("concerns offload, of which there is none")),
+    "zero_force_ds_cpu_optimizer": (
+        BOOL,
+        Ignored("which of two implementations updates on the host"),
+    ),
 }
 
 GRADIENTS: dict[str, OptionSpec] = {

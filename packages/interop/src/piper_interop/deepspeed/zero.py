@@ -69,6 +69,14 @@ STAGE = "leave the option out, or take a higher ZeRO stage in its place"
 OFFLOAD = Unsupported(
     "offload of states to the host or to disks", STAGE, unless=(None, False, "none")
 )
+ON_HOST = (
+    Nearest(
+        "the optimizer on the host; gradients are copied there when a step ends",
+        "too much memory by the gradients, which DeepSpeed copies during backward, and predicted too slow by that copy",
+        unless=(None, "none", "nvme"),
+    ),
+    Unsupported("offload of states to disks", STAGE, unless=(None, "none", "cpu")),
+)
 ZENFLOW = Unsupported("ZenFlow (updates in the host)", STAGE, unless=(None,))
 PART_OF_OFFLOAD = Ignored("a part of the offload, which `device` decides")
 WIRE = "leave the option out: messages are then of the model's dtype"
@@ -164,7 +172,7 @@ SECTION: dict[str, OptionSpec] = {
     "offload_param.max_in_cpu": (SIZE, PART_OF_OFFLOAD),
     "offload_param.pin_memory": (BOOL, PART_OF_OFFLOAD),
     "offload_optimizer": (OBJECT.or_none, PART_OF_OFFLOAD),
-    "offload_optimizer.device": (one_of("none", "cpu", "nvme"), OFFLOAD),
+    "offload_optimizer.device": (one_of("none", "cpu", "nvme"), ON_HOST),
     "offload_optimizer.nvme_path": (TEXT.or_none, PART_OF_OFFLOAD),
     "offload_optimizer.buffer_count": (SIZE, PART_OF_OFFLOAD),
     "offload_optimizer.pin_memory": (BOOL, PART_OF_OFFLOAD),
@@ -192,7 +200,7 @@ SECTION: dict[str, OptionSpec] = {
         SIZE,
         Ignored("splits the optimizer's update into groups, whose launches are not counted"),
     ),
-    "cpu_offload": (BOOL.or_none, OFFLOAD),
+    "cpu_offload": (BOOL.or_none, ON_HOST[0]),
     "cpu_offload_param": (BOOL.or_none, OFFLOAD),
     "cpu_offload_use_pin_memory": (BOOL.or_none, PART_OF_OFFLOAD),
     "prefetch_bucket_size": (SIZE, GATHERS),

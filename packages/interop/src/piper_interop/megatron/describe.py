@@ -20,6 +20,7 @@ from piper_interop.megatron.table_model import exchanged, mixture, parts_again
 from piper_interop.megatron.table_strategy import sharded
 from piper_interop.neutral.described import (
     DeviceLayout,
+    Float8Layers,
     JobDescription,
     OffloadedTensors,
     Recomputation,
@@ -67,7 +68,7 @@ PARTS = {
     "recompute": (
         "recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-activations", "recompute-modules",
     ),
-    "offload": ("cpu-offloading-num-layers",),
+    "offload": ("cpu-offloading-num-layers", "optimizer-cpu-offload", "optimizer-offload-fraction"),
     "dp": (
         "use-distributed-optimizer", "use-megatron-fsdp", "data-parallel-sharding-strategy", "use-torch-fsdp2",
         "num-distributed-optimizer-instances", "overlap-grad-reduce", "ddp-bucket-size",
@@ -97,9 +98,11 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         layout=layout,
         recompute=_recompute(foreign, layout),
         offload=_offload(foreign),
+        optim_on_host=_optim_on_host(foreign),
         compute=compute,
         reduce=reduce,
         loss_scale=_loss_scale(foreign),
+        float8=_float8(foreign, asked),
         clip_norm=foreign["clip-grad"] or None,
         lr=foreign.get("lr", 3e-4),
         stack="megatron",
@@ -129,6 +132,24 @@ def _loss_scale(foreign: Foreign) -> tuple[tuple[str, float], ...]:
         interval=int(foreign["loss-scale-window"]),
         hysteresis=int(foreign["hysteresis"]),
         least=float(foreign["min-loss-scale"]),
+    )
+
+
+def _float8(foreign: Foreign, asked: Asked) -> Float8Layers | None:
+    """Return the layers in which Transformer Engine multiplies in float8: the blocks', less the first and last."""
+    recipe = foreign["fp8-recipe"]
+    if foreign["fp8-format"] is None or (recipe == "custom" and "bf16" in asked.stand_ins):
+        return None
+    kept: tuple[int, ...] = ()
+    if foreign["first-last-layers-bf16"]:
+        layers = int(foreign.first("num-layers", "encoder-num-layers"))
+        first, last = (foreign[f"num-layers-at-{end}-in-bf16"] for end in ("start", "end"))
+        kept = tuple(k for k in range(layers) if k < first or k >= layers - last)
+    return Float8Layers(
+        "tensorwise" if recipe == "delayed" else recipe,
+        modules=("layers.*",),
+        keep=tuple(f"layers.{k}.*" for k in kept),
+        saved="float8",
     )
 
 
@@ -252,6 +273,13 @@ def _recompute(foreign: Foreign, layout: DeviceLayout) -> tuple[Recomputation, .
     starts = [sum(counts[:stage]) for stage in range(len(counts))]
     first = [range(start, start + min(number, n)) for start, n in zip(starts, counts, strict=True)]
     return (Recomputation("inputs", layers=tuple(layer for layers in first for layer in layers)),)
+
+
+def _optim_on_host(foreign: Foreign) -> float:
+    """Return the fraction of the optimizer that runs on the host."""
+    if not foreign.get("optimizer-cpu-offload", False):
+        return 0.0
+    return float(foreign.get("optimizer-offload-fraction", 1.0))
 
 
 def _offload(foreign: Foreign) -> OffloadedTensors | None:

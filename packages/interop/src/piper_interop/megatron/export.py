@@ -33,6 +33,7 @@ def export(described: JobDescription) -> Exported:
     options.add("micro-batch-size", described.rows)
     options.add("global-batch-size", described.global_batch)
     _precision(described, options)
+    _float8(described, options)
     _shared(described, options)
     _pipeline(described, options)
     _states(described, options)
@@ -71,6 +72,36 @@ def _precision(described: JobDescription, options: WrittenOptions) -> None:
     elif reduce != "float32":
         options.refuse(f"reduce={reduce!r} with compute={compute!r}", "reduce='float32'")
     options.add("accumulate-allreduce-grads-in-fp32", reduce == "float32" and compute == "bfloat16")
+
+
+def _float8(described: JobDescription, options: WrittenOptions) -> None:
+    """Write the recipe of Transformer Engine, which takes all layers of the blocks, less the first and last."""
+    float8 = described.float8
+    if float8 is None:
+        return
+    if float8.recipe not in FORMATS:
+        options.refuse(f"float8={float8.recipe!r}", f"one of {', '.join(FORMATS)}")
+        return
+    options.add("fp8-format", FORMATS[float8.recipe])
+    options.add("fp8-recipe", float8.recipe)
+    layers = int(described.sizes.fields["layers"])
+    inside = tuple(p for p in float8.keep if p != "head")
+    first = next((k for k in range(layers) if f"layers.{k}.*" not in inside), layers)
+    last = next((k for k in range(layers) if f"layers.{layers - 1 - k}.*" not in inside), layers)
+    if len(inside) == first + last and inside:
+        options.add("first-last-layers-bf16")
+        options.add("num-layers-at-start-in-bf16", first)
+        options.add("num-layers-at-end-in-bf16", last)
+    elif inside:
+        options.near(f"float8 without {', '.join(inside)}", "all layers of the blocks")
+    if "head" not in float8.keep and float8.modules != ("layers.*",):
+        options.near("float8 in the head, or in other layers", "all layers of the blocks")
+    if float8.saved == "input":
+        options.near("inputs saved as they are", "Transformer Engine saves them in float8")
+
+
+FORMATS = {"tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
+"""The formats of fp8 by the recipes that Transformer Engine has."""
 
 
 def _loss_scale(described: JobDescription, options: WrittenOptions) -> None:
@@ -274,6 +305,10 @@ def _recompute(described: JobDescription, options: WrittenOptions) -> None:
 def _offload(described: JobDescription, options: WrittenOptions) -> None:
     """Write the layers whose tensors wait on the host, all but the last at most: without stages and recomputation."""
     offload, layers = described.offload, int(described.sizes.fields["layers"])
+    if described.optim_on_host:
+        options.add("optimizer-cpu-offload")
+        options.add("use-precision-aware-optimizer")
+        options.add("optimizer-offload-fraction", described.optim_on_host)
     if offload is None:
         return
     if offload.tensors != "all" or described.recompute or described.layout.pp > 1:

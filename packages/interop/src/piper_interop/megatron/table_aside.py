@@ -115,7 +115,7 @@ ASIDE: OptionTable = {
     ),
     **dict.fromkeys(
         (
-            "optimizer-offload-fraction", "use-torch-optimizer-for-cpu-offload", "overlap-cpu-optimizer-d2h-h2d",
+            "use-torch-optimizer-for-cpu-offload", "overlap-cpu-optimizer-d2h-h2d",
             "no-pin-cpu-*", "cpu-offloading-retain-pinned-cpu-buffers", "offload-modules", "*-offloaded-tensor-size",
             "delay-offload-*", "delta-offload-*", "activation-offload-fraction", "fine-grained-offloading-*",
         ),

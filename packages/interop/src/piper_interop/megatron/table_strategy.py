@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from piper_interop.megatron.degrees import degrees
 from piper_interop.megatron.table_model import (
     FAST,
@@ -82,6 +84,32 @@ def _low(dtypes: str) -> OptionRow:
     return Unsupported(dtypes, "leave it out with --set", stand_in="bf16", how=_BF16)
 
 
+def _recipe_is(*names: str) -> Callable[[Foreign], bool]:
+    return lambda foreign: foreign["fp8-recipe"] in names
+
+
+_FLOAT8: tuple[OptionRow, ...] = (
+    Unsupported(
+        "delayed scaling of fp8",
+        "give --set --fp8-recipe=tensorwise",
+        stand_in="tensorwise",
+        how=f"as --fp8-recipe tensorwise, with a pass over each tensor for its scale: {SLOW}",
+        when=_recipe_is("delayed"),
+    ),
+    Unsupported(
+        "fp8 by a quantizer of its own",
+        "leave it out with --set",
+        stand_in="bf16",
+        how=_BF16,
+        when=_recipe_is("custom"),
+    ),
+    Nearest(
+        "experts' products in bfloat16",
+        SLOW,
+        when=mixture,
+    ),
+    Mapped("Precision(float8=)"),
+)
 _EXPERTS_OVER_MORE = Unsupported(
     "experts over a part of tp, cp or the replicas",
     "give --gpus, or an --expert-model-parallel-size of whole axes: tp, tp x cp, or tp x cp x some replicas",
@@ -243,15 +271,20 @@ STRATEGY: OptionTable = {
     # precision
     "bf16": Mapped("precision: compute in bfloat16, masters in float32"),
     "fp16": Mapped("precision: compute in float16, masters in float32, a scaled loss"),
-    "fp8-format": _low("fp8"),
+    "fp8-format": _FLOAT8,
+    "fp8-recipe": Mapped("Precision(float8=)"),
+    "fp8-param-gather": Nearest("parameters in bfloat16, gathered so", f"{SLOW}, {MORE}"),
+    "fp8-dot-product-attention": Nearest("attention in bfloat16", SLOW),
+    "fp8-multi-head-attention": Nearest("attention in bfloat16", SLOW),
+    "fp8-output-proj": Nearest("the head in bfloat16", SLOW),
     "fp4-format": _low("fp4"),
     "fp8-*": Ignored("a part of --fp8-format"),
     "fp4-*": Ignored("a part of --fp4-format"),
-    "no-fp8-*": Ignored("a part of --fp8-format"),
-    "disable-fp8-*": Ignored("a part of --fp8-format"),
+    "no-fp8-*": Nearest("gradients of weights in fp8", FAST),
+    "disable-fp8-*": Nearest("gradients of weights in fp8", FAST),
     "fp16-lm-cross-entropy": Ignored("a part of --fp16"),
-    "first-last-layers-bf16": Ignored("a part of --fp8-format"),
-    "num-layers-at-*-in-bf16": Ignored("a part of --fp8-format"),
+    "first-last-layers-bf16": Mapped("Float8(keep=)"),
+    "num-layers-at-*-in-bf16": Mapped("Float8(keep=)"),
     "te-precision-config-file": _low("dtypes by module"),
     "use-kitchen-attention": _low("attention in fewer bits"),
     "kitchen-*": Ignored("a part of --use-kitchen-attention"),
@@ -285,7 +318,10 @@ STRATEGY: OptionTable = {
     ),
     "clip-grad": Mapped("clip_norm"),
     "lr": Mapped("lr"),
-    "optimizer-cpu-offload": _offload("optimizer states"),
+    "optimizer-cpu-offload": Mapped("offload of the optimizer"),
+    "optimizer-offload-fraction": Nearest(
+        "the optimizer of the first layers", SLOW, unless=(1.0,), when=lambda f: f["optimizer-cpu-offload"]
+    ),
     "cpu-offloading-num-layers": Mapped("offload of the first layers"),
     "fine-grained-activation-offloading": _offload("activations"),
     # messages beside compute, and how steps are started

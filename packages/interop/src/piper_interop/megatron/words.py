@@ -53,6 +53,8 @@ WHOLE: dict[str, int | None] = {
     "ddp-num-buckets": None,
     "recompute-num-layers": None,
     "cpu-offloading-num-layers": 0,
+    "num-layers-at-start-in-bf16": 1,
+    "num-layers-at-end-in-bf16": 1,
     "hysteresis": 2,
 }
 """The options of whole numbers, with the default."""
@@ -99,6 +101,7 @@ TEXT: dict[str, str | None] = {
     "outer-dp-sharding-strategy": "no_shard",
     "optimizer": "adam",
     "fp8-format": None,
+    "fp8-recipe": "delayed",
     "fp4-format": None,
 }
 """The options of texts, with the default."""
@@ -115,6 +118,8 @@ WORDS: dict[str, tuple[str, ...]] = {
     "recompute-method": ("uniform", "block"),
     "data-parallel-sharding-strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
     "outer-dp-sharding-strategy": ("no_shard", "optim"),
+    "fp8-format": ("e4m3", "hybrid"),
+    "fp8-recipe": ("tensorwise", "delayed", "mxfp8", "blockwise", "custom"),
     "optimizer": ("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"),
     "moe-router-load-balancing-type": (
         "aux_loss",
@@ -165,6 +170,7 @@ SWITCHES = (
     "grad-reduce-in-bf16",
     "accumulate-allreduce-grads-in-fp32",
     "bf16",
+    "first-last-layers-bf16",
     "fp16",
     "moe-layer-recompute",
     "recompute-activations",

@@ -89,6 +89,23 @@ class OffloadedTensors:
 
 
 @dataclass(frozen=True)
+class Float8Layers:
+    """Say which linear layers multiply in float8: the fields of `piper.Float8`.
+
+    Attributes:
+        recipe: the name of the recipe.
+        modules: patterns of the names of layers in the model here.
+        keep: patterns of others, which stay in their dtype.
+        saved: the tensor that waits for the gradient of a weight: "input", or "float8".
+    """
+
+    recipe: str
+    modules: tuple[str, ...] = ("*",)
+    keep: tuple[str, ...] = ()
+    saved: str = "input"
+
+
+@dataclass(frozen=True)
 class DeviceLayout:
     """Say how a job is spread over devices.
 
@@ -205,12 +222,14 @@ class JobDescription:
         layout: the devices' shares.
         recompute: the layers that are computed again; () for none.
         offload: the activations that wait on the host; None for none.
+        optim_on_host: the fraction of the layers whose optimizer is on the host; 1 for that of the whole model.
         loss_tiles: the tiles of tokens in which logits and loss are computed.
         params: the dtype of parameters, gradients' sums and optimizer states.
         compute: the dtype of forward and backward.
         reduce: the dtype of gradients in messages.
         loss_scale: with float16, the fields of `piper.LossScale` that are not its defaults, or ("fixed", SCALE) for a
             scale that stays.
+        float8: the linear layers that multiply in float8; None for none.
         clip_norm: the largest norm of the gradients; None for no bound.
         lr: the learning rate.
         parameters: the count that the system itself says; None if it says none.
@@ -235,11 +254,18 @@ class JobDescription:
     stack: str = ""
     notes: tuple[str, ...] = ()
     offload: OffloadedTensors | None = None
+    optim_on_host: float = 0.0
     loss_tiles: int = 1
     loss_scale: tuple[tuple[str, float], ...] = ()
+    float8: Float8Layers | None = None
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def microbatches(self) -> int:
         """Return the number of microbatches of a replica."""
         return self.global_batch // (self.rows * self.layout.replicas)
+
+    @property
+    def layers_on_host(self) -> int:
+        """Return the number of the first layers whose optimizer is on the host, the nearest to the fraction."""
+        return max(1, round(self.optim_on_host * int(self.sizes.fields["layers"])))

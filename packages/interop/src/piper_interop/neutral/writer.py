@@ -26,7 +26,7 @@ def python(described: JobDescription, title: str) -> str:
     """
     check_batch(described)
     notes = list(_warnings(described.notes))
-    selects = described.recompute or described.offload
+    selects = described.recompute or described.offload or described.optim_on_host
     head = [
         *wrap(f'"""{title}, written by `piper import`.', COLUMNS),
         "",
@@ -79,7 +79,7 @@ def job_lines(described: JobDescription) -> Iterator[str]:
     arguments = [
         f"global_batch={described.global_batch}",
         f"length={described.length}",
-        f"precision=piper.Precision({precision}{_kept(described)}{_scale(described)})",
+        f"precision=piper.Precision({precision}{_kept(described)}{_scale(described)}{_float8(described)})",
     ]
     if described.clip_norm:
         arguments.append(f"clip_norm={described.clip_norm!r}")
@@ -102,6 +102,18 @@ def _scale(described: JobDescription) -> str:
     fixed = named.get("fixed")
     scale = f"piper.LossScale({_arguments(named)})" if fixed is None else repr(fixed)
     return f", loss_scale={scale}"
+
+
+def _float8(described: JobDescription) -> str:
+    """Return the linear layers that multiply in float8."""
+    if described.float8 is None:
+        return ""
+    usual = {"modules": ("*",), "keep": (), "saved": "input"}
+    given = {n: v for n, v in vars(described.float8).items() if n != "recipe" and v != usual[n]}
+    recipe = literal(described.float8.recipe)
+    if not given:
+        return f", float8={recipe}"
+    return f", float8=piper.Float8({recipe}, {_arguments(given)})"
 
 
 def _strategy(described: JobDescription) -> Iterator[str]:
@@ -170,6 +182,9 @@ def calls(described: JobDescription) -> Iterator[tuple[str, str]]:
     yield from (("recompute", _recompute(r)) for r in described.recompute)
     if described.offload is not None:
         yield "offload", _offload(described.offload)
+    if described.optim_on_host:
+        part = "" if described.optim_on_host == 1 else f"layer=range({described.layers_on_host})"
+        yield "offload", f'piper.offload(where({part}), tensors="optim")'
     if layout.replicas > 1 or (layout.zero and layout.over_cp and layout.cp > 1):
         yield "dp", f"*recipes.data_parallel({_arguments(_replicated(layout))})"
 

@@ -10,6 +10,7 @@ It needs torchtitan and the standard library alone: that interpreter need not ha
 from __future__ import annotations
 
 import dataclasses
+import enum
 import importlib
 import importlib.metadata
 import inspect
@@ -33,6 +34,8 @@ def plain(value: Any) -> Any:
         return [plain(x) for x in value]
     if isinstance(value, dict):
         return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, enum.Enum):
+        return plain(value.value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return getattr(value, "__qualname__", None) or type(value).__qualname__

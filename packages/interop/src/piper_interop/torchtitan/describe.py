@@ -68,6 +68,7 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         params=params,
         compute=compute,
         reduce=foreign.get("training.mixed_precision_reduce", "float32") if layout.zero else params,
+        float8=foreign.facts.get("float8"),
         clip_norm=float(norm) if norm else None,
         lr=_rate(foreign),
         parameters=parameters if isinstance(parameters, int) else None,

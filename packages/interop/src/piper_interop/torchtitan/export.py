@@ -14,6 +14,12 @@ from piper_ir.ground.errors import JobError
 FILE = "torchtitan.args"
 NAMES = {recipe: name for name, (recipe, _) in SCHEDULES.items()}
 """The names of schedules in torchtitan, in small letters, by the recipes here."""
+CONVERTERS = {
+    "rowwise": 'Float8LinearConverter.Config(recipe_name="rowwise")',
+    "rowwise_with_gw_hp": 'Float8LinearConverter.Config(recipe_name="rowwise_with_gw_hp")',
+    "mxfp8": "MXFP8LinearConverter.Config()",
+}
+"""The parts of a recipe of torchtitan by the recipes of float8."""
 CHECKPOINTING = {"inputs": "full", "products/2": "selective"}
 """The names of activation checkpointing in torchtitan by the policies here."""
 
@@ -67,6 +73,8 @@ def _lacking(described: JobDescription) -> Iterator[str]:
         if part.keep not in CHECKPOINTING or part.layers is not None or part.group > 1:
             instead = "products/2" if part.keep.startswith("products") else "inputs"
             yield f"recompute(keep={part.keep!r}) of some layers; the nearest is keep={instead!r} for all layers"
+    if described.optim_on_host:
+        yield "an optimizer on the host; the nearest keeps it on the device"
     if described.offload is not None:
         yield "activations that wait on the host; the nearest recomputes them"
     if len(described.recompute) > 1:
@@ -77,6 +85,8 @@ def _lacking(described: JobDescription) -> Iterator[str]:
         yield "stages without a module; the nearest gives each stage a layer"
     if described.sizes.fields.get("mtp"):
         yield "blocks that predict further tokens; the nearest is mtp=0"
+    if described.float8 is not None and described.float8.recipe not in CONVERTERS:
+        yield f"float8 by the recipe {described.float8.recipe}; the nearest is rowwise"
     if described.reduce != "float32":
         yield f"gradients that are summed in {described.reduce}; the nearest is float32"
 
@@ -133,6 +143,12 @@ def stages(described: JobDescription) -> list[list[str]]:
 
 
 def _notes(described: JobDescription) -> Iterator[str]:
+    float8 = described.float8
+    if float8 is not None:
+        leaves_out = (
+            "" if float8.modules == ("*",) and not float8.keep else "; it leaves lm_head out"
+        )
+        yield f"the recipe of the model needs {CONVERTERS[float8.recipe]} among its converters{leaves_out}"
     if not described.layout.overlap:
         yield "FSDP runs its messages beside compute"
     if described.layout.order:

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from piper_interop.neutral.described import ModelSizes
+from piper_interop.neutral.described import Float8Layers, ModelSizes
 
 Tree = Mapping[str, Any]
 LINEAR = {"Linear", "RowParallelLinear", "ScaledBiasRowwiseLinear"}
 """The matrices that compute in the precision of the job."""
+QUANTIZED = {"Float8Linear", "MXFP8Linear"}
+"""The matrices that multiply in float8."""
 KNOWN = LINEAR | {
     "AllGatherFusedFeedForward", "AllGatherFusedQKVLinear", "AllToAllTokenDispatcher", "Attention", "ComplexRoPE", "CosSinRoPE",
     "DeepEPTokenDispatcher", "DeepSeekV3Model", "DeepSeekV3TransformerBlock", "Embedding", "FeedForward", "FlexAttention",
@@ -28,11 +30,13 @@ class Parts:
     Attributes:
         sizes: of the decoder; None if it has another form.
         layers: the number of layers.
+        float8: its linear layers that multiply in float8.
         options: facts beside the sizes, which rows of the table judge.
     """
 
     sizes: ModelSizes | None = None
     layers: int = 0
+    float8: Float8Layers | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -50,14 +54,57 @@ def parts_of(spec: Tree) -> Parts:
         "mtp": len(model.get("mtp_layers") or ()),
     }
     plain = set(options["quantized"]) | set(options["adapters"])
+    float8 = float8_of(model)
+    if float8 is not None:
+        options["float8"] = float8.recipe
+        options["quantized"] = [k for k in options["quantized"] if k not in QUANTIZED]
     other = [k for k in kinds if k not in KNOWN and k not in plain]
     layers = model.get("layers") or []
     if other or not layers:
         options["other"] = other or [_kind(model)]
-        return Parts(None, len(layers), options)
+        return Parts(None, len(layers), float8, options)
     sizes, unlike = _decoder(model, layers)
     options["other"] = unlike
-    return Parts(sizes if not unlike else None, len(layers), options)
+    return Parts(sizes if not unlike else None, len(layers), float8, options)
+
+
+def float8_of(model: Tree) -> Float8Layers | None:
+    """Return the linear layers that multiply in float8; None for none, and where they cannot be said here.
+
+    They are all linear layers of all blocks whose features 16 divides, by one recipe, and the head or not.
+    """
+    layers = map(_without_router, model.get("layers") or ())
+    blocks = [tree for layer in layers for tree in _trees(layer)]
+    recipes = {_float8_recipe(tree) for tree in blocks if _divided(tree)}
+    head = _float8_recipe(model.get("lm_head") or {})
+    (recipe,) = recipes if len(recipes) == 1 else ("",)
+    if not recipe or head not in ("", recipe):
+        return None
+    return Float8Layers(recipe, modules=("*",) if head else ("layers.*",))
+
+
+def _without_router(layer: Tree) -> Tree:
+    """Return a layer without the product that chooses experts, which stays in float32 here."""
+    mixture = layer.get("moe") or {}
+    return {**layer, "moe": {name: part for name, part in mixture.items() if name != "router"}}
+
+
+def _divided(tree: Tree) -> bool:
+    linear = _kind(tree) in LINEAR | QUANTIZED
+    return linear and tree["in_features"] % 16 == 0 and tree["out_features"] % 16 == 0
+
+
+def _float8_recipe(tree: Tree) -> str:
+    """Return the recipe of a linear layer by its configuration of torchao; "" for one in the precision of the job."""
+    if _kind(tree) == "MXFP8Linear":
+        return "mxfp8"
+    how = tree.get("_torchao_config") or {}
+    try:
+        by_row = how["cast_config_input"]["scaling_granularity"] == "axiswise"
+        wide = how["cast_config_input_for_grad_weight"]["scaling_type"] == "disabled"
+    except (KeyError, TypeError):
+        return ""
+    return ("rowwise_with_gw_hp" if wide else "rowwise") if by_row else "tensorwise"
 
 
 def _kind(tree: Tree) -> str:

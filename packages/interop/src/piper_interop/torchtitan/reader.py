@@ -51,6 +51,7 @@ def of_answer(answer: Json, source: str) -> Foreign:
     parts = parts_of(spec)
     values |= {f"model.{name}": OptionValue(value, source) for name, value in parts.options.items()}
     facts = {"sizes": parts.sizes, "layers": parts.layers, "parameters": answer["parameters"]}
+    facts["float8"] = parts.float8
     return Foreign("torchtitan", answer["version"], source, values, facts)
 
 

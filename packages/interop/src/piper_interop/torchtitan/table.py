@@ -80,8 +80,9 @@ TABLE: OptionTable = {
     # the model
     "model.name": Mapped("piper.models.DecoderConfig"),
     "model.flavor": Mapped("piper.models.DecoderConfig"),
+    "model.float8": Mapped("Precision(float8=)"),
     "model.quantized": Unsupported(
-        "a product in 8 or 4 bits", "give a recipe without converters", stand_in="bf16", how=STAND_INS["bf16"]
+        "a product in 8 or 4 bits of this kind", "give a recipe without converters", stand_in="bf16", how=STAND_INS["bf16"]
     ),
     "model.adapters": Unsupported("LoRA", "give a recipe that trains all parameters"),
     "model.other": Unsupported(

@@ -16,6 +16,7 @@ from piper_ir.fold.memory_steps import PartUse, PartUses
 from piper_ir.ground.errors import PlanError
 from piper_ir.plan.instr_table import PartTemplate
 from piper_ir.plan.plan import CATEGORIES, COMPUTE, HOST, Category, DeviceType, Plan, RolePlan
+from piper_ir.program.ops import Op, Update
 
 BytesByCategory = Mapping[Category, int]
 """The bytes of each category."""
@@ -70,18 +71,24 @@ def peak(plan: Plan, role: RolePlan) -> Usage:
 
 
 def host_peak(role: RolePlan) -> int:
-    """Return the most bytes of values that a role has in the memory of the host, in program order."""
+    """Return the most bytes that a role has in the memory of the host, in program order."""
     table, values = role.table, role.table.values
+    start = sum([s.nbytes for s in role.states if s.host])
+    inside = [sum([_beside_on_host(p.op) for p in t.parts]) for t in table.templates]
     if not any(category == HOST for _, category in values.kinds):
-        return 0
+        return start + max([inside[k] for k in set(table.used)], default=0)
     size = [n if c == HOST else 0 for n, (_, c) in zip(values.nbytes, values.kinds, strict=True)]
-    count, live, most = values.count, 0, 0
+    count, live, most = values.count, start, start
     dying = [sum([size[v // count] for p in t.parts for v in p.frees]) for t in table.templates]
     for index, k in enumerate(table.used):
         live -= sum([size[v // count] for v in table.early.get(index, ())]) + dying[k]
         live += sum([size[v // count] for v in table.made.get(index, ())])
-        most = max(most, live)
+        most = max(most, live + inside[k])
     return most
+
+
+def _beside_on_host(op: Op) -> int:
+    return op.host_workspace if isinstance(op, Update) else 0
 
 
 def _fullest(start: int, steps: Iterable[tuple[int, int, int]]) -> int:
@@ -137,7 +144,7 @@ class _Walk:
     def start(self) -> Counter[Category]:
         """Return the bytes held before the first instruction."""
         live: Counter[Category] = Counter()
-        for state in self.role.states:
+        for state in self.role.device_states:
             live[state.category] += state.nbytes
         for v in self.table.first:
             live[self.category(v)] += self.size(v)

@@ -83,7 +83,7 @@ def owners(plan: Plan, role: RolePlan) -> list[MemoryOwner]:
 
 def held_at_peak(plan: Plan, role: RolePlan) -> Iterator[Held]:
     """Yield everything that is held at the peak."""
-    for state in role.states:
+    for state in role.device_states:
         yield Held(state.category, _state_owner(plan, state), -1, state.nbytes, state.id)
     alive, extra, running = _at_peak(plan, role)
     whose = origins(plan, role, alive)
@@ -145,7 +145,7 @@ def _sent(
 def _at_peak(plan: Plan, role: RolePlan) -> tuple[dict[str, int], int, Part | None]:
     """Return the bytes of each value at the fullest moment, the workspace beside them, and the part that runs."""
     most = peak(plan, role)
-    states = sum(s.nbytes for s in role.states)
+    states = sum(s.nbytes for s in role.device_states)
     alive = device_bytes(plan, role.allocs_first)
     for step in steps(plan, role):
         if step.index > most.instr:

@@ -84,6 +84,7 @@ class Graph(NamedNodes, Selecting):
         buckets: gradients that are reduced together.
         replication: chunk -> how it is replicated.
         offloading: chunk -> which of its tensors wait for its backward in the memory of the host.
+        hosted: the chunks whose optimizer and its states are on the host.
         microbatches: how many; 0 before the batch is split.
         log: the directives that were applied.
         costs: known durations, for directives that weigh layers.
@@ -106,6 +107,7 @@ class Graph(NamedNodes, Selecting):
     buckets: Mapping[str, Bucket] = field(default_factory=dict)
     replication: Mapping[str, Replication] = field(default_factory=dict)
     offloading: Mapping[str, Offloading] = field(default_factory=dict)
+    hosted: tuple[str, ...] = ()
     microbatches: int = 0
     log: tuple[Applied, ...] = ()
     costs: Costs | None = None
@@ -181,6 +183,7 @@ class Editor:
         self.buckets = dict(graph.buckets)
         self.replication = dict(graph.replication)
         self.offloading = dict(graph.offloading)
+        self.hosted = graph.hosted
         self.microbatches = graph.microbatches
         self._index = dict(graph.index)
         self._entered: dict[
@@ -436,6 +439,7 @@ class Editor:
             buckets=self.buckets,
             replication=self.replication,
             offloading=self.offloading,
+            hosted=self.hosted,
             microbatches=self.microbatches,
             log=(*self.graph.log, applied) if applied else self.graph.log,
             index={

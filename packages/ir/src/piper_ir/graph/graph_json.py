@@ -54,6 +54,7 @@ class GraphDocument:
     costs: Costs | None = None
     exchanges: Mapping[str, EdgeExchange] | None = None
     offloading: Mapping[str, Offloading] | None = None
+    hosted: tuple[str, ...] = ()
 
 
 def to_document(graph: Graph) -> GraphDocument:
@@ -77,6 +78,7 @@ def to_document(graph: Graph) -> GraphDocument:
         graph.costs,
         graph.exchanges or None,
         graph.offloading or None,
+        graph.hosted,
     )
 
 
@@ -109,6 +111,7 @@ def from_document(document: GraphDocument) -> Graph:
     edit.buckets = {b.id: b for b in document.buckets}
     edit.replication = dict(document.replication or {})
     edit.offloading = dict(document.offloading or {})
+    edit.hosted = document.hosted
     edit.microbatches = document.microbatches
     return edit.done()
 

@@ -6,12 +6,16 @@ from piper_ir.ground.sizes import ITEM_BYTES
 
 
 class BucketDtypes:
-    """Name the dtypes of a bucket's states: the dtype of the update, and two that are "" if they equal it."""
+    """Name the dtypes of a bucket's states: the dtype of the update, and two that are "" if they equal it.
+
+    `host` says whether the optimizer and its states are on the host.
+    """
 
     __slots__ = ()
     dtype: str
     compute: str
     reduce: str
+    host: bool
 
     @property
     def compute_dtype(self) -> str:
@@ -26,7 +30,7 @@ class BucketDtypes:
     @property
     def mastered(self) -> bool:
         """Return whether its holders have a master beside the parameters that chunks read."""
-        return self.compute_dtype != self.dtype
+        return self.host or self.compute_dtype != self.dtype
 
     def dtype_of(self, category: str) -> str:
         """Return the dtype of a state of a category, or of a value that stands for one."""

@@ -9,6 +9,7 @@ from piper_ir.ground.errors import CaptureError, FormatError
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8, "complex128": 16,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+    "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
 """The bytes of one element, by torch's name of the dtype."""
 

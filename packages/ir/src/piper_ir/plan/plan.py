@@ -107,12 +107,14 @@ class State:
         name: the bucket that it belongs to, or the parameter or buffer that is in none.
         nbytes: its bytes on one rank.
         flat: whether `name` is that of a bucket, so that it holds one flat tensor for all of its parameters.
+        host: whether it is in the memory of the host.
     """
 
     category: Category
     name: str
     nbytes: int
     flat: bool = False
+    host: bool = False
 
     @property
     def id(self) -> str:
@@ -134,7 +136,8 @@ class RolePlan:
         peak_bytes: the most bytes held in program order: states, values and workspace.
         peak_at: the instruction at which the peak is reached.
         peak_by_category: the bytes of that moment by category.
-        host_peak_bytes: the most bytes of values in the memory of the host, in program order.
+        host_peak_bytes: the most bytes of states, values and copies of gradients in the memory of the host, in program
+            order.
     """
 
     role: str
@@ -148,6 +151,11 @@ class RolePlan:
     peak_at: int = 0
     peak_by_category: Mapping[str, int] = field(default_factory=dict)
     host_peak_bytes: int = 0
+
+    @property
+    def device_states(self) -> tuple[State, ...]:
+        """Return the states in the memory of the device."""
+        return tuple([s for s in self.states if not s.host])
 
     @property
     def table(self) -> InstrTable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import assert_never
 
 from piper_ir.ground.mesh import Mesh
@@ -94,6 +95,24 @@ def own_bytes(plan: Plan, state: State) -> int:
 def bucket_bytes(bucket: Bucket) -> int:
     """Return the bytes of a bucket's gradients."""
     return bucket.numel * ITEM_BYTES[bucket.reduce_dtype]
+
+
+def update_on_host_bytes(buckets: Iterable[Bucket], mesh: Mesh) -> int:
+    """Return the most bytes on a rank's host beside the states while some buckets are updated there.
+
+    These are copies of the gradients in the dtype of the update, one of them in the dtype in which it came; afterwards,
+    bucket by bucket, a copy of the parameters in the dtype of forward and backward, if that is another one.
+    """
+    held = most = 0
+    for bucket in (b for b in buckets if b.host):
+        own = bucket.numel // mesh.degree(bucket.shard.optim)
+        update, came, sent = (
+            own * ITEM_BYTES[d] for d in (bucket.dtype, bucket.reduce_dtype, bucket.compute_dtype)
+        )
+        held += update
+        cast = came if bucket.reduce_dtype != bucket.dtype else 0
+        most = max(most, held + cast, sent if bucket.compute_dtype != bucket.dtype else 0)
+    return most
 
 
 def flat_bytes(bucket: Bucket, mesh: Mesh | None = None) -> dict[SharedState, int]:

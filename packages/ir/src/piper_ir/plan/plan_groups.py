@@ -23,10 +23,11 @@ class Bucket(BucketDtypes):
         shard: the axes along which ranks share its states.
         gather: the channel on each of `roles` that gathers its parameters; empty when the optimizer's states are whole.
         scatter: likewise the channel that reduces its gradients and scatters them.
-        compute: the dtype of its parameters in forward and backward; "" for `dtype`. If they differ, holders have a
-            state "master", which is updated, and from which "param" is written.
+        compute: the dtype of its parameters in forward and backward; "" for `dtype`. If they differ, or with `host`,
+            holders have a state "master", which is updated, and from which "param" is written.
         reduce: the dtype in which gradients are summed and reduced; "" for `dtype`.
         parts: the axes along which each rank holds another part of its parameters.
+        host: whether its masters and the optimizer's states are in the memory of the host, where it is updated.
     """
 
     id: str
@@ -44,6 +45,7 @@ class Bucket(BucketDtypes):
     compute: str = ""
     reduce: str = ""
     parts: tuple[str, ...] = ()
+    host: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,12 +144,18 @@ def _op(op: Op) -> list[str]:
         case Collective(channel=channel, bucket=bucket):
             names = (channel, bucket) if bucket else (channel,)
         case Update(
-            buckets=names, weighted=weighted, clip=clip, workspace=workspace, scaled=scaled
+            buckets=names,
+            weighted=weighted,
+            clip=clip,
+            workspace=workspace,
+            scaled=scaled,
+            host_workspace=hosted,
         ):
             settings = ["weighted"] * weighted + (
                 [] if clip is None else ["clip", json.dumps(clip)]
             )
             settings += ["scaled"] * scaled + (["holds", str(workspace)] if workspace else [])
+            settings += ["on_host", str(hosted)] if hosted else []
         case _:
             assert_never(op)
     return [name, *map(written_word, names), *settings]

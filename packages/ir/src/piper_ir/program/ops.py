@@ -161,6 +161,7 @@ class Update:
         workspace: bytes of temporaries that the optimizer holds meanwhile.
         scaled: whether gradients are divided by the scale of the loss, and the step is skipped if the squared norm,
             which the op then reads, is not finite.
+        host_workspace: bytes on the host of copies of gradients and parameters, for buckets that are updated there.
     """
 
     buckets: tuple[str, ...]
@@ -168,6 +169,7 @@ class Update:
     clip: float | None = None
     workspace: int = 0
     scaled: bool = False
+    host_workspace: int = 0
 
     @property
     def normed(self) -> bool:
@@ -198,6 +200,12 @@ def op_name(op: Op) -> str:
     if isinstance(op, Collective):
         return op.law.name if op.kind in LAWS else op.kind
     return type(op).__name__
+
+
+def cost_op(op: Op) -> str:
+    """Return the name under which costs know an op of the compute stream: its class, or "UpdateOnHost"."""
+    on_host = isinstance(op, Update) and op.host_workspace
+    return "UpdateOnHost" if on_host else type(op).__name__
 
 
 def message_op(op: Comm) -> str:

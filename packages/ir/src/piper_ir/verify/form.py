@@ -11,7 +11,7 @@ from re import compile as regex
 from typing import assert_never
 
 from piper_ir.ground.sizes import ITEM_BYTES, bind
-from piper_ir.plan.plan import COMPUTE, Category, Channel, Instr, Plan, RolePlan, Values
+from piper_ir.plan.plan import COMPUTE, Category, Channel, Instr, Plan, RolePlan, State, Values
 from piper_ir.plan.plan_bytes import flat_bytes
 from piper_ir.program.collectives import LAWS
 from piper_ir.program.ops import (
@@ -458,6 +458,10 @@ class _States:
         ]
         return dict.fromkeys(names)
 
+    def _on_host(self, state: State) -> bool:
+        bucket = self._plan._buckets.get(state.name) if state.flat else None
+        return bool(bucket and bucket.host and state.category in ("master", "optim"))
+
     def check(self, findings: Findings, role: RolePlan) -> None:
         """Compare the states of a role with the states that it uses."""
         owned = {(s.category, s.name, s.flat) for s in role.states}
@@ -479,6 +483,9 @@ class _States:
                     f"it has the state {state.id} of a bucket that it does not use",
                     role,
                 )
+            if (there := self._on_host(state)) != state.host:
+                place = "host" if there else "device"
+                findings.add("R08-states", f"the state {state.id} is to be on the {place}", role)
             if state.category == "optim" and state.flat and state.name in self._plan._buckets:
                 continue  # of any size: it is the optimizer's
             if size != state.nbytes:

@@ -1,4 +1,4 @@
-"""Say which kernels the calls of attention in a program take, on a CPU and on CUDA devices."""
+"""Say which kernels the calls of attention in a program take, on a CPU and on CUDA devices, and which a CPU lacks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from piper_ops.attention import sdpa
 from piper_ops.attention.lowering import LoweringName, attention_lowering
 from piper_ops.costing.costs import call_of
 from piper_ops.costing.registry import Call
+from piper_ops.float8.products import float8_mm
+from piper_ops.float8.quantise import float8_cast, float8_scale
 
 CAPABILITIES = ((8, 0), (9, 0))
 """The compute capabilities whose lowerings are compared; later devices choose as one of these does."""
@@ -22,7 +24,12 @@ def is_written_on_cpu(
     out_meta: Any,
     kwargs_meta: Mapping[str, Any] | None = None,
 ) -> bool:
-    """Return whether a CPU computes an attention op written out, where every CUDA device has a kernel for it."""
+    """Return whether a CPU computes an op written out, where every CUDA device has a kernel for it.
+
+    That is attention with a mask, and everything in float8.
+    """
+    if op in (float8_scale, float8_cast, float8_mm):
+        return True
     if op not in (sdpa.attention, sdpa.attention_dgrad):
         return False
     call = call_of(op, args_meta, out_meta, kwargs_meta or {})

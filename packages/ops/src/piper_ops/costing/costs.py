@@ -86,7 +86,9 @@ def kernel_of(
     if known is not None:
         nbytes = moved if known.bytes is None else round(known.bytes(call))
         dims, flops = known.dims(call), round(known.flops(call))
-        return KernelInfo(known.kind, dims, flops, nbytes, dtype, known.lowering, name)
+        return KernelInfo(
+            known.kind, dims, flops, nbytes, known.dtype or dtype, known.lowering, name
+        )
     flops = max((t.numel() for t in (*call.operands, *call.outs)), default=0)
     return KernelInfo("elementwise", (), flops, moved, dtype, op=name, formula=needs_no_formula(op))
 

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from piper_ops.costing.registry import FLASH, PORTABLE, Call
+from piper_ops.float8.products import float8_mm
+from piper_ops.float8.quantise import float8_cast, float8_scale
 
 aten = torch.ops.aten
 Packet = torch._ops.OpOverloadPacket
@@ -49,6 +51,7 @@ class CostFormula:
         bytes: the bytes that a call reads and writes; None for its inputs plus its outputs, once each.
         kind: the family of the kernel.
         lowering: as in `KernelInfo`.
+        dtype: the dtype of the arithmetic; "" for that of the first result.
     """
 
     flops: Callable[[Call], float]
@@ -56,6 +59,7 @@ class CostFormula:
     bytes: Callable[[Call], float] | None = None
     kind: CostKind = "elementwise"
     lowering: str = ""
+    dtype: str = ""
 
 
 def _product(dims: Dims, flops: Callable[[Call], int] | None = None) -> CostFormula:
@@ -286,7 +290,22 @@ _OF_LIBRARIES: Mapping[str, CostFormula] = {
 Hugging Face registers one for experts if torch has no grouped kernel (transformers/integrations/moe.py).
 """
 
+FLOAT8 = "float8"
+"""The name of the rate at which a device multiplies in any float8 dtype."""
+OF_FLOAT8: Mapping[torch._ops.OpOverload, CostFormula] = {
+    # Counted off the definition: magnitude, maximum; multiply, clamp, round.
+    float8_scale: CostFormula(lambda call: 2 * call.tensor("x").numel(), dtype="float32"),
+    float8_cast: CostFormula(lambda call: 3 * call.tensor("x").numel(), dtype="float32"),
+    float8_mm: CostFormula(
+        lambda call: 2 * prod(_matrices("a", "b")(call)),
+        _matrices("a", "b"),
+        kind="matmul",
+        dtype=FLOAT8,
+    ),
+}
+
 FORMULAS: Mapping[str, CostFormula] = {
+    **{op._schema.name: formula for op, formula in OF_FLOAT8.items()},
     **{packet._qualified_op_name: formula for packet, formula in _OF_ATEN.items()},
     **_OF_LIBRARIES,
     **{

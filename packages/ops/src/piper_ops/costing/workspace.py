@@ -35,6 +35,8 @@ from piper_ops.costing.attention_lowerings import cuda_lowerings, taken_shapes
 from piper_ops.costing.costs import call_of
 from piper_ops.costing.registry import Call
 from piper_ops.experts import experts, rounds
+from piper_ops.float8.products import float8_mm
+from piper_ops.float8.quantise import SLICE, float8_cast, float8_scale
 from piper_ops.ground.library import OP_KERNELS, accumulate_dtype
 from piper_ops.pointwise import losses, norms, vocabulary
 
@@ -76,7 +78,7 @@ def cpu_workspace(
     """Return the workspace of an op's kernel on a CPU in bytes, 0 for an op that is not counted.
 
     Counted are a mask of attention in the form of torch's kernel, copies of tensors whose strides differ from the ones
-    that kernels take or return, and the buffers that sort and sum the rows of experts.
+    that kernels take or return, the buffers that sort and sum the rows of experts, and tensors of float8 in float32.
     """
     if not isinstance(op, torch._ops.OpOverload) or op not in _ON_CPU:
         return 0
@@ -288,6 +290,19 @@ def _room(op: torch._ops.OpOverload, call: Call) -> int:
     return max(0, room[list(rounds.ROUNDS).index(op)] - result_bytes)
 
 
+def _float8_cast(call: Call) -> Workspace:
+    """Count a slice in float32; of several, its float8 form beside it."""
+    x = call.tensor("x")
+    item = accumulate_dtype(x.dtype).itemsize
+    return Workspace(0, item * x.numel(), (item + 1) * SLICE)
+
+
+def _float8_mm(call: Call) -> Workspace:
+    """Count operands that are copied, because tensor cores read the first by rows and the second by columns."""
+    a, b = call.tensor("a"), call.tensor("b")
+    return Workspace(a.numel() * (a.stride(1) != 1) + b.numel() * (b.stride(0) != 1))
+
+
 def _further(op: torch._ops.OpOverload) -> Callable[[Call], Workspace]:
     return lambda call: Workspace(_room(op, call))
 
@@ -459,6 +474,8 @@ _RULES: dict[torch._ops.OpOverload, Callable[[Call], Workspace | None]] = {
     context.context_merge: _context_merge,
     sdpa.attention: _attention,
     sdpa.attention_dgrad: _attention_dgrad,
+    float8_cast: _float8_cast,
+    float8_mm: _float8_mm,
     **{op: _rms_norm for op in (norms.rms_norm, norms.rms_norm_dgrad, norms.rms_norm_wgrad)},
     **{op: _routing(op) for op in ROUTING},
     **{op: _further(op) for op in rounds.ROUNDS},
@@ -475,6 +492,7 @@ _ON_CPU: dict[torch._ops.OpOverload, Callable[[Call], int]] = {
             norms.layer_norm_backward,
         )
     },
+    **{op: partial(_bytes_inside, OP_KERNELS[op]) for op in (float8_scale, float8_cast, float8_mm)},
     **{op: _routing_on_cpu(op) for op in ROUTING},
     **{op: partial(_room, op) for op in rounds.ROUNDS},
 }

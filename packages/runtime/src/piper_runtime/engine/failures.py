@@ -46,7 +46,7 @@ def state_allocated(plan: Plan, rank: int) -> Iterator[None]:
             raise
         role = plan.role_of(rank)
         states: Counter[str] = Counter()
-        for state in role.states:
+        for state in role.device_states:
             states[state.category] += state.nbytes
         held = _held(Usage(0, states.total(), dict(states)))
         cause = _planned(role, error, f"{held} before its first step")

@@ -25,7 +25,7 @@ from piper_ir.ground.errors import ExecutionError
 from piper_ir.plan.plan import Part, Plan
 from piper_ir.plan.plan_bytes import PlanBytes
 from piper_ir.program.collectives import law_of
-from piper_ir.program.ops import COMM, Compute, Fold, Fresh, Load, SquaredNorm, Update
+from piper_ir.program.ops import COMM, Compute, Fold, Fresh, Load, SquaredNorm, Update, cost_op
 from piper_ir.program.program import Step
 from piper_runtime.engine.core_shares import core_share
 from piper_runtime.engine.streams import PHASE, RUNNING, STEP, Heartbeat
@@ -389,7 +389,7 @@ def _key(part: Part, bound: Rank, traffic: PlanBytes) -> CostKey:
             part.op.step,
             bound.plan.rows,
         )
-    return "", type(part.op).__name__, traffic.memory_bytes(bound.role, part)
+    return "", cost_op(part.op), traffic.memory_bytes(bound.role, part)
 
 
 def _make_batch(batch: Batch, step: int, plan: Plan) -> None:

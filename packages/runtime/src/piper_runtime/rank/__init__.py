@@ -3,6 +3,7 @@
 May import: data, weights.
 """
 
+from piper_ops import Float8
 from piper_runtime.rank.batches.batches import call_batch
 from piper_runtime.rank.batches.feed import upload
 from piper_runtime.rank.binding.evaluation import Evaluation
@@ -49,6 +50,7 @@ __all__ = [
     "InitialState",
     "Job",
     "KEEPS_TO",
+    "Float8",
     "LossScale",
     "OptimizerSpec",
     "Precision",

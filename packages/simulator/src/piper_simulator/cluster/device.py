@@ -23,6 +23,8 @@ from piper_simulator.cluster.stacks import GENERATIONS, Stack
 
 CPU = "cpu-local"
 """The name of this machine's own cluster and of its device."""
+FLOAT8 = "float8"
+"""The name of the rate of products in any float8 dtype, which a device may lack."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Device:
         peak_flops: FLOP/s by dtype, dense.
         memory_bandwidth: bytes/s.
         matmul_fraction: fraction of the peak that matrix products and attention reach.
+        matmul_fractions: the fraction that they reach in some dtypes, by dtype, in place of `matmul_fraction`.
         clock: sustained clock over that of other devices of the generation, as a power limit lowers it; it counts if a
             stack has constants.
         memory_fraction: fraction of the memory bandwidth that kernels bound by memory reach.
@@ -64,6 +67,9 @@ class Device:
     memory_bandwidth: Positive
     memory_bytes: Count
     matmul_fraction: Positive = 1.0
+    matmul_fractions: Annotated[Mapping[str, float], mapping(POSITIVE)] = field(
+        default_factory=dict
+    )
     clock: Positive = 1.0
     memory_fraction: Positive = 1.0
     launch_s: NotNegative = 0.0
@@ -89,6 +95,10 @@ class Device:
     def peak(self, dtype: str) -> float:
         """Return the FLOP/s in a dtype; an unknown dtype gets the slowest known ones (see `guess`)."""
         return self.peak_flops.get(dtype) or min(self.peak_flops.values())
+
+    def product_fraction(self, dtype: str) -> float:
+        """Return the fraction of the peak that products in a dtype reach."""
+        return self.matmul_fractions.get(dtype, self.matmul_fraction)
 
     def guess(self, dtype: str, who: str) -> str:
         """Return a warning of `who` that says which rate `peak` takes for a dtype that it does not know."""

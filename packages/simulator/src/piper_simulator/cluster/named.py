@@ -18,7 +18,7 @@ from piper_ir.ground.errors import ClusterError
 from piper_ir.ground.limits import MOST_RANKS
 from piper_simulator.cluster.cluster import Cluster, NodeKind
 from piper_simulator.cluster.cluster_file import read_cluster
-from piper_simulator.cluster.device import CPU, Device
+from piper_simulator.cluster.device import CPU, FLOAT8, Device
 from piper_simulator.cluster.network import Links
 from piper_simulator.cluster.software import with_stack
 from piper_simulator.cluster.stacks import STACKS
@@ -96,7 +96,7 @@ def cpu_local(
             device,
             peak_flops=None
             if matmul_flops is None
-            else {"float32": matmul_flops, "float64": matmul_flops / 2},
+            else {"float32": matmul_flops, "float64": matmul_flops / 2, FLOAT8: matmul_flops},
             memory_bandwidth=memory_bandwidth,
             memory_bytes=memory_bytes,
             launch_s=launch_s,

@@ -46,7 +46,12 @@ def device_with(device: Device, constants: Mapping[str, StackConstant]) -> Devic
     """Return a device with the rates of a stack's constants, in place of the ones of its own file."""
     changes: dict[str, Any] = {}
     if "matmul" in constants:
-        changes["matmul_fraction"] = constants["matmul"].value * device.clock
+        value = constants["matmul"].value * device.clock
+        changes["matmul_fraction"] = value
+        changes["matmul_fractions"] = {
+            dtype: fraction * value / device.matmul_fraction
+            for dtype, fraction in device.matmul_fractions.items()
+        }
     if "launch_s" in constants:
         changes["launch_s"] = constants["launch_s"].value
     if "memory" in constants:

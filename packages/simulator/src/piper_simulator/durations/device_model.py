@@ -22,7 +22,7 @@ from piper_ir.ground.trace import Source
 from piper_ir.plan.plan import Channel, Instr, Part, Plan, RolePlan
 from piper_ir.plan.plan_bytes import PlanBytes
 from piper_ir.program.costs import Costs, Duration
-from piper_ir.program.ops import COMM, Comm, Compute, Load, Update, message_op
+from piper_ir.program.ops import COMM, Comm, Compute, Load, Update, cost_op, message_op
 from piper_ir.program.program import Chunk, Step
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
@@ -42,7 +42,7 @@ from piper_simulator.durations.instances import (
     instances,
     meeting_inside,
 )
-from piper_simulator.durations.kernels import Took, is_guess, lacks_number, launched, step_took
+from piper_simulator.durations.kernels import Took, guessed_rates, lacks_number, launched, step_took
 from piper_simulator.durations.provenance import Provenance
 from piper_simulator.durations.updates import Updated, update_seconds, updated
 
@@ -215,7 +215,7 @@ class DeviceModel(CostModel):
         if self.given:
             return Work(0.0, "given")
         update = updated(self.plan, role, part.op) if isinstance(part.op, Update) else None
-        key = (type(part.op).__name__, self._traffic.memory_bytes(role, part), update, kind)
+        key = (cost_op(part.op), self._traffic.memory_bytes(role, part), update, kind)
         if key not in self._others:
             self._others[key] = self._other(*key, part.node)
         work = self._others[key]
@@ -228,8 +228,8 @@ class DeviceModel(CostModel):
             return Work(known.seconds, known.source)
         device = self._need(node, kind)
         self._provenance.computed()
-        if update is not None and device.stack is not None:
-            return Work(update_seconds(device, update), "formula")
+        if update is not None and (device.stack is not None or update.host is not None):
+            return Work(update_seconds(device, update, self.cluster, kind), "formula")
         return Work(
             launched(device, touched / (device.memory_bandwidth * device.memory_fraction), 1),
             "formula",
@@ -333,7 +333,7 @@ class DeviceModel(CostModel):
         cost = chunk.steps[step].cost
         key = (id(cost), step, kind)  # the plan keeps it; equal layers share it
         if key not in self._took:
-            guessed = tuple(k.dtype for k in cost.kernels if is_guess(device, k))
+            guessed = guessed_rates(device, cost)
             if any(lacks_number(device, k) for k in cost.kernels):
                 self._provenance.lacked(device)
             self._took[key] = *self._under_loads(device, chunk, step), guessed

@@ -25,10 +25,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
+from piper_ir.ground.errors import ClusterError
 from piper_ir.ground.sizes import bind
 from piper_ir.ground.trace import Source
 from piper_ir.program.program import Cost, Kernel, Step
-from piper_simulator.cluster.device import Device
+from piper_simulator.cluster.device import FLOAT8, Device
 from piper_simulator.cluster.kernel_table import SOURCES, Found, How
 from piper_simulator.durations.eager_launches import Launched, launched_by_torch
 from piper_simulator.durations.software_kernels import HALF, run_kernels
@@ -218,6 +219,20 @@ def is_guess(device: Device, kernel: Kernel) -> bool:
     return kernel.kind in _AT_PEAK or _computing(device, kernel) > _moving(device, kernel)
 
 
+def guessed_rates(device: Device, cost: Cost) -> tuple[str, ...]:
+    """Return the dtypes of kernels whose rates on the device are guesses.
+
+    Raises ClusterError for a product in float8 on a device without a rate for it: no other rate says how long it takes.
+    """
+    if FLOAT8 not in device.peak_flops and any(k.dtype == FLOAT8 for k in cost.kernels):
+        known = ", ".join(device.peak_flops)
+        raise ClusterError(
+            f"{device.name} has no FLOP/s for float8, in which linear layers of this job multiply (Precision.float8); "
+            f"it has {known}. Use another device, add float8 to peak_flops of a cluster file, or leave float8 out"
+        )
+    return tuple(k.dtype for k in cost.kernels if is_guess(device, k))
+
+
 def lacks_number(device: Device, kernel: Kernel) -> bool:
     """Return whether the device's stack has no number for this kernel there, so that the rate of another one counts."""
     stack, attention = device.stack, kernel.kind == "attention" and kernel.dtype in HALF
@@ -225,7 +240,7 @@ def lacks_number(device: Device, kernel: Kernel) -> bool:
 
 
 def _computing(device: Device, kernel: Kernel) -> float:
-    fraction = device.matmul_fraction if kernel.kind in _AT_PEAK else 1.0
+    fraction = device.product_fraction(kernel.dtype) if kernel.kind in _AT_PEAK else 1.0
     return bind(kernel.flops, 0) / (device.peak(kernel.dtype) * fraction)
 
 

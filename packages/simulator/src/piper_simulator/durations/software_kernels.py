@@ -8,7 +8,7 @@ A plan has a kernel for each operator of the model. Software joins them, or adds
                              them stay in registers, so that it reads and writes as much as the largest of them (of
                              the ones of 16 bit, if there are any: float32 is for tensors inside). A
                              softmax is a kernel with its neighbours before it forward, and behind it backward; dropout
-                             beside it is one of its own
+                             beside it is one of its own. The scale of a tensor in float8 ends a run
     joined                   queries, keys and values are one product, and gate and up: their input gradients are one
                              tensor, and no kernels add them up
     passes                   an operator, or one of a step ("W.add"), moves more or fewer bytes than the plan counts
@@ -26,6 +26,7 @@ from piper_simulator.cluster.stacks import Stack
 
 _SOFTMAX = frozenset({"_softmax", "_softmax_backward_data"})
 _DROPOUT = "native_dropout"
+_SCALE = "float8_scale"
 HALF = frozenset({"bfloat16", "float16"})
 
 
@@ -135,10 +136,12 @@ def _fused(stack: Stack, kernels: Iterable[Kernel]) -> Iterator[Kernel]:
 
 
 def _apart(before: Kernel, after: Kernel) -> bool:
-    """Return whether a softmax and a dropout are neighbours, which no stack joins."""
+    """Return whether no stack joins two kernels: a softmax and a dropout, or the scale of a tensor and its use."""
     first, second = before.op, after.op
-    return (first in _SOFTMAX and second.startswith(_DROPOUT)) or (
-        first.startswith(_DROPOUT) and second in _SOFTMAX
+    return (
+        first == _SCALE
+        or (first in _SOFTMAX and second.startswith(_DROPOUT))
+        or (first.startswith(_DROPOUT) and second in _SOFTMAX)
     )
 
 

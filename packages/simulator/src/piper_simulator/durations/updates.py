@@ -14,18 +14,23 @@ gradients have another dtype than the updated parameters, one reads them and wri
 
 If a bucket is sharded, each rank updates its own shard. Of gradients that it keeps whole (zero=1) it reads its shard,
 and zeroes all.
+
+Buckets that are updated on the host come after the others: gradients are copied there, processors read and write the
+same bytes in its memory as a device would in one fused pass, and parameters are copied back, one after the other. All
+devices of a node do so at once and share its memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from piper_ir.ground.sizes import ITEM_BYTES
 from piper_ir.plan.plan import Category, Plan, RolePlan, State
 from piper_ir.plan.plan_bytes import own_bytes
 from piper_ir.program.ops import Update
+from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
 from piper_simulator.durations.kernels import launched, memory_fraction
 
@@ -41,6 +46,25 @@ addcdiv).
 
 
 @dataclass(frozen=True, slots=True)
+class HostUpdate:
+    """Count the bytes that an update on the host works on.
+
+    Attributes:
+        touched: bytes that processors read and write in the memory of the host.
+        copied: bytes of gradients that are copied there, and of parameters that are copied back.
+        zeroed: bytes of gradients on the device that are set to zero.
+        buckets: how many buckets.
+        world: the ranks of the plan, of which all on a node update at once.
+    """
+
+    touched: int
+    copied: int
+    zeroed: int
+    buckets: int
+    world: int
+
+
+@dataclass(frozen=True, slots=True)
 class Updated:
     """Count the bytes that an update works on.
 
@@ -53,6 +77,7 @@ class Updated:
         scaled: whether the gradients are multiplied first.
         copies: by bucket, the bytes that casts read and write: of gradients before, of parameters after the update.
         others: bytes of gradients that are only set to zero, since other ranks update those parameters.
+        host: the part of the update that runs on the host, which none of the other fields counts.
     """
 
     param: int
@@ -63,14 +88,25 @@ class Updated:
     scaled: bool
     copies: tuple[int, ...] = ()
     others: int = 0
+    host: HostUpdate | None = None
 
 
 def updated(plan: Plan, role: RolePlan, op: Update) -> Updated:
     """Return the bytes that an update of a role works on."""
+    here = tuple(b for b in op.buckets if not plan.bucket(b).host)
+    own = _on_buckets(plan, role, replace(op, buckets=here))
+    return own if len(here) == len(op.buckets) else replace(own, host=_on_host(plan, role, op))
+
+
+def _on_buckets(plan: Plan, role: RolePlan, op: Update) -> Updated:
     own_states = [s for s in role.states if s.flat and s.name in op.buckets]
     sizes = _own_sizes(plan, own_states)
     param = sum((sizes["param"] | sizes["master"]).values())
-    copies = [size + sizes["param"][b] for b, size in sizes["master"].items()]
+    copies = [
+        size + sizes["param"][b]
+        for b, size in sizes["master"].items()
+        if plan.bucket(b).compute_dtype != plan.bucket(b).dtype
+    ]
     buckets = [plan.bucket(b) for b in op.buckets]
     for bucket in buckets:
         if bucket.reduce_dtype != bucket.dtype:
@@ -86,6 +122,16 @@ def updated(plan: Plan, role: RolePlan, op: Update) -> Updated:
     return Updated(param, grad, state, item, len(buckets), scaled, tuple(copies), others)
 
 
+def _on_host(plan: Plan, role: RolePlan, op: Update) -> HostUpdate:
+    hosted = [b for b in map(plan.bucket, op.buckets) if b.host]
+    own = _on_buckets(plan, role, replace(op, buckets=tuple(b.id for b in hosted)))
+    names = {b.id for b in hosted}
+    params = (s for s in role.states if s.category == "param" and s.flat and s.name in names)
+    sent = sum(own_bytes(plan, s) for s in params)
+    passes = sum(update_bytes(replace(own, others=0), fused=True)) - own.grad
+    return HostUpdate(passes, own.grad + sent, own.grad + own.others, len(hosted), plan.mesh.world)
+
+
 def _own_sizes(plan: Plan, held: Sequence[State]) -> dict[Category, dict[str, int]]:
     """Return by category and bucket the bytes that a rank's optimizer works on."""
     sizes: dict[Category, dict[str, int]] = {"param": {}, "master": {}, "grad": {}, "optim": {}}
@@ -94,11 +140,25 @@ def _own_sizes(plan: Plan, held: Sequence[State]) -> dict[Category, dict[str, in
     return sizes
 
 
-def update_seconds(device: Device, of: Updated) -> float:
-    """Return the seconds of an update on a device with a stack."""
+def update_seconds(
+    device: Device, of: Updated, cluster: Cluster | None = None, kind: int = 0
+) -> float:
+    """Return the seconds of an update on a device of a kind of the cluster."""
+    if of.host is not None:
+        assert cluster is not None, "a host is of a cluster"
+        own = update_seconds(device, replace(of, host=None)) if of.buckets else 0.0
+        return own + _host_seconds(device, cluster, kind, of.host)
     moved = update_bytes(of, fused=device.stack is None or device.stack.optimizer == "fused")
     busy = sum(b / (device.memory_bandwidth * memory_fraction(device, b)) for b in moved)
     return launched(device, busy, len(moved) + (of.state > 0))  # and the step is counted
+
+
+def _host_seconds(device: Device, cluster: Cluster, kind: int, of: HostUpdate) -> float:
+    links = cluster.kinds[kind].links
+    memory = links.host_memory_bandwidth / min(cluster.per_node, of.world)
+    copies = of.copied / min(links.host_bandwidth, memory) + 2 * of.buckets * links.host_latency
+    zeroed = of.zeroed / (device.memory_bandwidth * memory_fraction(device, of.zeroed))
+    return copies + of.touched / memory + launched(device, zeroed, of.buckets)
 
 
 def update_bytes(of: Updated, *, fused: bool) -> list[int]:

@@ -30,7 +30,7 @@ def snapshot(plan: Plan, role: RolePlan, spans: Sequence[tuple[float, float]]) -
     starts and freed when it ends; states are there before.
     """
     log = _Log()
-    for state in role.states:
+    for state in role.device_states:
         log.allocate(state.id, state.nbytes, state.category, "before the step", -1)
     for v in role.allocs_first:
         log.value(plan, v, "before the step", -1)

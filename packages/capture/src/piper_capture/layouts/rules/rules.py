@@ -16,6 +16,7 @@ from piper_capture.layouts.rewrites import rewrites_of
 from piper_capture.layouts.rules import (
     rules_attention,
     rules_experts,
+    rules_float8,
     rules_indexing,
     rules_losses,
     rules_made,
@@ -41,6 +42,7 @@ RULES: dict[OpOverload, LoopRule] = {
     **rules_losses.RULES,
     **rules_attention.RULES,
     **rules_experts.RULES,
+    **rules_float8.RULES,
     **dict.fromkeys((*UNTAGGED, *DRAWING), elementwise),
 }
 """The rules by op, without those of ops that torch tags as element-wise."""

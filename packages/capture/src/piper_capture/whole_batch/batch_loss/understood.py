@@ -45,11 +45,12 @@ def over_whole_batch(forward: Forward, adding: AuxiliaryForm = "") -> Forward:
     """Return the graph with a loss that adds up over microbatches to the loss of the whole batch.
 
     A mean over rows stays as it is, and so does a pair of the user's. `adding` is the kind of auxiliary gradients that
-    the model adds to the gradients of the loss: they may not be divided by the weight of a pair. Raises CaptureError,
-    with the line, for a loss that is another function of the rows.
+    the model adds to the gradients of the loss: they may not be divided by the weight of a pair, nor may gradients that
+    are rounded by their size. Raises CaptureError, with the line, for a loss that is another function of the rows.
     """
+    undivided = bool(adding) or forward.quantised
     if forward.weight is not None:
-        if not adding:
+        if not undivided:
             return replace(
                 forward, loss_kind="sum", sums=True, of_model=Dependences(forward).of_model
             )
@@ -63,7 +64,7 @@ def over_whole_batch(forward: Forward, adding: AuxiliaryForm = "") -> Forward:
     mixed = dependences.of[forward.loss].mixed
     if mixed is not None or dependences.of[forward.loss].terms is None:
         return _beside(_by_trial(forward, dependences, original), adding)
-    rewritten = _written(forward, dependences, undivided=bool(adding))
+    rewritten = _written(forward, dependences, undivided=undivided)
     trial = LossTrial(
         rewritten,
         [

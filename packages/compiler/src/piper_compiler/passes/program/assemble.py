@@ -100,13 +100,13 @@ def states(graph: Graph, training: Training) -> dict[str, tuple[State, ...]]:
     bucketed = {p for b in graph.buckets.values() for p in b.params}
     for bucket in graph.buckets.values():
         mine = [
-            State(kind, bucket.id, size, True)
+            State(kind, bucket.id, size, True, bucket.host and kind == "master")
             for kind, size in flat_bytes(bucket, graph.mesh).items()
         ]
         if optim := training.state_bytes(
             replace(bucket, numel=bucket.numel // graph.mesh.degree(bucket.shard.optim))
         ):
-            mine.append(State("optim", bucket.id, optim, True))
+            mine.append(State("optim", bucket.id, optim, True, bucket.host))
         for role in bucket.roles:
             states_by_role[role].update({s.id: s for s in mine})
     specs = {p.name: p.spec for p in graph.program.params} | {

@@ -38,6 +38,7 @@ class _Kind:
             gradients would be held for both.
         parts: the axes along which they are sharded.
         summed: the axes along which their gradients are partial sums of devices that share a chunk.
+        host: whether they are updated on the host.
     """
 
     roles: tuple[str, ...]
@@ -48,6 +49,7 @@ class _Kind:
     unit: Coord | None
     parts: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
+    host: bool = False
 
     @property
     def step(self) -> int:
@@ -67,6 +69,7 @@ def make_buckets(edit: Editor, training: Training) -> None:
     open_: dict[_Kind, list[Param]] = {}
     filled: dict[_Kind, int] = {}
     buckets: list[tuple[_Kind, list[Param]]] = []
+    hosted = _updated_on_host(edit)
     for param, policy, stage in _by_completion(edit):
         roles = roles_of[param.name]
         dtypes = training.bucket_dtypes(param)
@@ -76,7 +79,10 @@ def make_buckets(edit: Editor, training: Training) -> None:
         limit = policy.bucket_bytes if reduced else 2**62
         parts = tuple(sorted({p.axis for p in param.layout}))
         unit = stage if policy.shard.grads else None
-        key = _Kind(roles, dtypes, group, limit, _shared(policy), unit, parts, param.summed)
+        on_host = param.name in hosted
+        key = _Kind(
+            roles, dtypes, group, limit, _shared(policy), unit, parts, param.summed, on_host
+        )
         members = open_.get(key)
         item = ITEM_BYTES[dtypes[2] or dtypes[0]]
         if members is None or filled[key] + bind(param.spec.numel, 0) * item > limit:
@@ -170,6 +176,22 @@ def _by_completion(edit: Editor) -> list[tuple[Param, Replication, Coord | None]
     return [(by_name[name], policy, stage) for name, (policy, stage) in completed.items()]
 
 
+def _updated_on_host(edit: Editor) -> set[str]:
+    """Return the trained parameters of the chunks that are updated on the host."""
+    users: dict[str, dict[bool, str]] = {}
+    for chunk in edit.graph.program.chunks:
+        for name in trains(chunk):
+            users.setdefault(name, {})[chunk.id in edit.hosted] = chunk.id
+    for name, by_place in users.items():
+        if len(by_place) > 1:
+            raise CompileError(
+                f"parameter {name!r} is of {by_place[True]}, whose optimizer offload puts on the host, and of "
+                f"{by_place[False]}, whose it does not; select both",
+                tuple(by_place.values()),
+            )
+    return {name for name, by_place in users.items() if True in by_place}
+
+
 def _aligned(param: Param, kind: _Kind) -> int:
     """Return the elements that a parameter takes in a bucket."""
     return -(-bind(param.spec.numel, 0) // kind.step) * kind.step
@@ -205,7 +227,7 @@ def _add(edit: Editor, id: str, kind: _Kind, members: list[Param]) -> None:
     dtype, compute, reduce = kind.dtypes
     edit.buckets[id] = Bucket(
         id, tuple(p.name for p in members), tuple(offsets), numel, dtype, roles, axes, kind.group, channel,
-        shard, gather, scatter, compute, reduce, kind.parts,
+        shard, gather, scatter, compute, reduce, kind.parts, kind.host,
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from piper_ir.ground.expert_tokens import counts_tokens
 from piper_ir.ground.node_ids import compute_id
 from piper_ir.ground.sizes import ITEM_BYTES, TensorSpec, bind
 from piper_ir.plan.plan import COMPUTE, Bucket, Channel, inside_channel
+from piper_ir.plan.plan_bytes import update_on_host_bytes
 from piper_ir.program.ops import COMM, Add, Collective, Compute, Fold, SquaredNorm, Update, Zeros
 from piper_ir.program.program import Program
 
@@ -47,7 +48,8 @@ def complete(graph: Graph, training: Training) -> Graph:
         bucket_ids = tuple(b.id for b in edit.buckets.values() if role in b.roles)
         reads = tuple(v[role] for v in (total, norm) if v)
         held = _update_bytes(edit, bucket_ids, training)
-        update = Update(bucket_ids, bool(total), training.clip, held, training.scaled)
+        hosted = update_on_host_bytes([edit.buckets[b] for b in bucket_ids], edit.graph.mesh)
+        update = Update(bucket_ids, bool(total), training.clip, held, training.scaled, hosted)
         edit.add(Node(f"update#{role}", update, {"phase": "U", "op": "update"}, reads, (), role))
     _order_buffers(edit)
     return edit.done()
@@ -64,8 +66,11 @@ def with_buckets(graph: Graph, training: Training) -> Graph:
 
 
 def _update_bytes(edit: Editor, held: tuple[str, ...], training: Training) -> int:
-    """Return the bytes of temporaries in an update: the optimizer's, and gradients cast to the dtype of the update."""
-    buckets = [edit.buckets[id] for id in held]
+    """Return the bytes of temporaries in an update: the optimizer's, and gradients cast to the dtype of the update.
+
+    Updates on the host hold none on the device.
+    """
+    buckets = [edit.buckets[id] for id in held if not edit.buckets[id].host]
     cast = sum(
         _updated(edit, b, training) * ITEM_BYTES[b.dtype]
         for b in buckets

@@ -192,7 +192,9 @@ class RankReport:
         self.spans = list(spans)
         self.waits = list(rank.feed.waits)
         if counter is not None:
-            self.memory = replace(counter.record(), host=rank.host.peak)
+            kept = [*rank.store.host_tensors(), *rank.optimizer.state_tensors(host=True)]
+            hosted = rank.host.peak + sum(t.untyped_storage().nbytes() for t in kept)
+            self.memory = replace(counter.record(), host=hosted)
 
 
 class Interrupted(KeyboardInterrupt):

@@ -285,7 +285,7 @@ def _update(part: Part, op: Update, rank: RankState) -> Thunk:
                 )
         rank.before_update()
         if scale is not None:
-            rank.optimizer.update(op.buckets, scale)
+            rank.optimizer.update(op.buckets, scale, rank.untracked)
         for flat in flats:
             flat.zero_()
 

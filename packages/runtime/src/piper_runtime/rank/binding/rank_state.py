@@ -150,7 +150,12 @@ class RankState:
     ) -> tuple[Store, RankOptimizer]:
         """Return the rank's tensors and its optimizer, made of the initial ones."""
         store = Store(
-            self.plan, self.rank, own_parts(self.plan, self.rank, params), buffers, self.device
+            self.plan,
+            self.rank,
+            own_parts(self.plan, self.rank, params),
+            buffers,
+            self.device,
+            self.host,
         )
         return store, RankOptimizer(self.plan, store, job.optimizer, job.scheduler, job.first_step)
 

@@ -9,6 +9,7 @@ import torch
 
 from piper_ir.ground.errors import JobError
 from piper_ir.ground.keywords import checked_fields
+from piper_ops import Float8
 from piper_runtime.rank.job.job_advice import dtype_problem
 from piper_runtime.rank.job.loss_scale import LossScale
 
@@ -41,6 +42,7 @@ class Precision:
             instead of `compute`. The first pattern that matches counts.
         loss_scale: how the loss is scaled before the backward; a number is a fixed scale. None: `LossScale()` if
             anything is computed or summed in float16, else no scale.
+        float8: the linear layers that multiply in float8; the name of a recipe stands for all layers under it.
     """
 
     params: str = "float32"
@@ -48,6 +50,7 @@ class Precision:
     reduce: str | None = None
     keep: Mapping[str, str] = field(default_factory=dict, hash=False)
     loss_scale: LossScale | float | None = None
+    float8: Float8 | str | None = None
 
     def __post_init__(self) -> None:
         for name in ("params", "compute", "reduce"):
@@ -76,6 +79,14 @@ class Precision:
             )
         if isinstance(scale, float | int):
             LossScale.fixed(scale)
+        if isinstance(self.float8, str):
+            object.__setattr__(self, "float8", Float8(self.float8))
+        if not isinstance(self.float8, Float8 | None):
+            raise JobError(
+                f"Precision(float8={self.float8!r}): a piper.Float8 is needed, or the name of a recipe"
+            )
+        if self.float8 is not None and self.float8.problem:
+            raise JobError(f"Float8({self.float8.problem})")
 
     def _check_narrower(self, name: str, value: str) -> None:
         """Refuse a wider dtype than the optimizer's: the parameters would only be padded with zeros.
@@ -126,6 +137,11 @@ class Precision:
         return {pattern: DTYPES[name] for pattern, name in self.keep.items()}
 
     @property
+    def quantised(self) -> Float8 | None:
+        """Return the linear layers that multiply in float8."""
+        return self.float8 if isinstance(self.float8, Float8) else None
+
+    @property
     def scaling(self) -> LossScale | None:
         """Return how the loss is scaled; None if it is not."""
         if isinstance(self.loss_scale, float | int):
@@ -136,9 +152,8 @@ class Precision:
     @property
     def key(self) -> str:
         """Return the text of everything that a capture depends on."""
-        return (
-            f"{self.compute_dtype} {self.reduce_dtype} {self.batch_dtype} {list(self.keep.items())}"
-        )
+        more = f" {self.float8}" if self.float8 is not None else ""
+        return f"{self.compute_dtype} {self.reduce_dtype} {self.batch_dtype} {list(self.keep.items())}{more}"
 
 
 class PrecisionField:

@@ -7,6 +7,7 @@ on pieces of it. All others run on the parameters of a bucket, one by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,6 +32,7 @@ from piper_runtime.rank.optimizers.optimizer_groups import PIECE, groups_of, why
 from piper_runtime.rank.optimizers.optimizer_kinds import ELEMENTWISE, SEPARABLE, TRIED
 from piper_runtime.rank.optimizers.optimizer_trials import by_elements, piece_sizes
 from piper_runtime.rank.values.device import CPU
+from piper_runtime.rank.values.store import bucket_views
 
 if TYPE_CHECKING:
     from piper_runtime.rank.values.store import Store
@@ -76,6 +78,7 @@ class RankOptimizer:
         self._store = store
         self.rates: tuple[float, ...] = ()
         self._members: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._hosted = {b.id: b for b in store.buckets if b.host}
         dtype = self._dtype = next((getattr(torch, b.dtype) for b in plan.buckets), torch.float32)
         self._again: Callable[[], list[Optimizer]] = lambda: call_optimizers(
             function, meta_parameters(plan.whole_params, dtype)
@@ -110,6 +113,8 @@ class RankOptimizer:
     def _way(self, number: int, optimizer: Optimizer, dtype: torch.dtype) -> tuple[Way, str]:
         """Return the way that an optimizer runs here, and why it does not use a fused kernel that it has."""
         problem = why_unfused(optimizer, dtype, self._store.device)
+        if self._hosted and not problem:
+            problem = why_unfused(optimizer, dtype, CPU)
         if problem and self._store.device != CPU:  # of the CPU it was said when the plan was made
             warn_unfused(optimizer, dtype, problem)
         if type(optimizer) in ELEMENTWISE and not problem:
@@ -191,20 +196,43 @@ class RankOptimizer:
         for p in [p for p in optimizer.state if p.is_meta]:
             del optimizer.state[p]
 
-    def update(self, buckets: Sequence[str], scale: float | torch.Tensor) -> None:
+    def update(
+        self,
+        buckets: Sequence[str],
+        scale: float | torch.Tensor,
+        untracked: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """Multiply the gradients of these buckets by `scale`, and take one step on their parameters.
 
-        `scale` is a number, or a tensor of one on their device.
+        `scale` is a number, or a tensor of one on the device. Memory of the host is taken inside of `untracked`.
         """
-        members = [m for b in buckets for m in self._members[b]]
-        for p, grad in members:
+        there = [b for b in buckets if b in self._hosted]
+        here = [b for b in buckets if b not in self._hosted]
+        for p, grad in (m for b in here for m in self._members[b]):
             p.grad = scaled(grad, scale, p.dtype)
-        # Parameters of other buckets have no gradient now, and torch's optimizers skip those.
-        for optimizer in self._optimizers:
-            optimizer.step()
-        for p, _ in members:
-            p.grad = None
-        self._store.copy_masters(buckets)
+        with untracked() if there else nullcontext():
+            copies = [self._use_copy(b, scale) for b in there]  # lent until it is dropped
+            # Parameters of other buckets have no gradient now, and torch's optimizers skip those.
+            for optimizer in self._optimizers:
+                optimizer.step()
+            for p, _ in (m for b in buckets for m in self._members[b]):
+                p.grad = None
+            del copies
+            self._store.copy_masters(buckets)
+
+    def _use_copy(self, bucket: str, scale: float | torch.Tensor) -> torch.Tensor:
+        """Copy the gradients of a bucket to the host, for the parameters that are updated there; return the copy."""
+        flat = self._store.gradients_on_host(bucket, scale)
+        way, members = self._way_of(self._hosted[bucket]), self._members[bucket]
+        if way == "parameters":
+            own = self._hosted[bucket]
+            shapes = [p.shape for p, _ in members]
+            grads = [view for _, view in bucket_views(own, flat, shapes)]
+        else:
+            grads = [flat] if way == "fused" else list(flat.split(PIECE))
+        for (p, _), grad in zip(members, grads, strict=True):
+            p.grad = grad
+        return flat
 
     def end_step(self) -> None:
         """Advance the learning-rate schedules; once per optimizer step, after all updates.
@@ -261,9 +289,15 @@ class RankOptimizer:
         within = bucket.group - self._owner.index(number)
         return piece_sizes(lambda: self._again()[number], within, self._dtype).scalars
 
-    def state_tensors(self) -> list[torch.Tensor]:
-        """Return every tensor of optimizer state on this rank."""
-        kept = [state for optimizer in self._optimizers for state in optimizer.state.values()]
+    def state_tensors(self, *, host: bool = False) -> list[torch.Tensor]:
+        """Return every tensor of optimizer state on this rank: on its device, or in the memory of the host."""
+        hosted = {id(p) for b in self._hosted for p, _ in self._members[b]}
+        kept = [
+            state
+            for optimizer in self._optimizers
+            for p, state in optimizer.state.items()
+            if (id(p) in hosted) == host
+        ]
         return [t for state in kept for t in state.values() if isinstance(t, torch.Tensor)]
 
 

@@ -11,6 +11,7 @@ from piper_ir.ground.errors import PlanError
 from piper_ir.ground.sizes import bind
 from piper_ir.plan.plan import Bucket, Plan
 from piper_runtime.rank.values.device import CPU
+from piper_runtime.rank.values.host import HostMemory
 from piper_runtime.weights import flat_range
 
 
@@ -20,18 +21,19 @@ class Store:
     The parameters of a bucket are views of one flat tensor (`flat_params`), their gradients (`grads`) of another
     (`flat_grads`), zeroed. Every other parameter, and every buffer, is a tensor of its own. If ranks share a bucket, a
     flat tensor may be this rank's shard alone; then `params` and `grads` lack its names. `own_params` and `own_grads`
-    are its shards. Its optimizer updates `own_masters`: `own_params` themselves, or copies in a wider dtype, from which
-    `copy_masters` writes `own_params`. `masters` are their views by name, if they are whole. `exact` has frozen
-    parameters in the job's dtype, on the host, if a rank that saves them holds them in a narrower dtype. The store
-    copies its arguments.
+    are its shards. Its optimizer updates `own_masters`: `own_params` themselves, or copies in a wider dtype or in the
+    memory of the host, from which `copy_masters` writes `own_params`. `masters` are their views by name, if they are
+    whole. `exact` has frozen parameters in the job's dtype, on the host, if a rank that saves them holds them in a
+    narrower dtype. The store copies its arguments; `host` lends it memory of the host.
     """
 
     def __init__(
         self, plan: Plan, rank: int, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
-        device: torch.device = CPU,
+        device: torch.device = CPU, host: HostMemory | None = None,
     ):  # fmt: skip
         self.role = plan.role_of(rank)
         self.device = device
+        self.host = host or HostMemory(device)
         self.values: dict[str, torch.Tensor] = {}
         self.params: dict[str, torch.Tensor] = {}
         self.grads: dict[str, torch.Tensor] = {}
@@ -48,6 +50,7 @@ class Store:
         }
         self._given = params
         self.buckets = held_buckets(plan, rank)
+        self._bucket = {b.id: b for b in self.buckets}
         for bucket in self.buckets:
             self._add_bucket(bucket)
         dtypes = {p.name: getattr(torch, p.spec.dtype) for p in plan.params}
@@ -64,7 +67,8 @@ class Store:
 
     def _initial_part(self, bucket: Bucket, size: int, first: int) -> torch.Tensor:
         """Return `size` elements of a bucket from `first` on, with the initial parameters that lie there."""
-        part = torch.zeros(size, dtype=getattr(torch, bucket.dtype), device=self.device)
+        device = CPU if bucket.host else self.device
+        part = torch.zeros(size, dtype=getattr(torch, bucket.dtype), device=device)
         for name, offset, shape in zip(
             bucket.params, bucket.offsets, self._shapes(bucket), strict=True
         ):
@@ -83,7 +87,7 @@ class Store:
         master = self._initial_part(
             bucket, size, size * self._mesh.index_along(shard.optim, self._rank)
         )
-        own = flat = master.to(compute)
+        own = flat = master.to(self.device, compute, copy=bucket.host)
         if shard.optim and not shard.params:  # the others' parts are gathered when the step begins
             flat = torch.zeros(bucket.numel, dtype=compute, device=self.device)
             own = self.part(flat, shard.optim).copy_(master)
@@ -106,8 +110,24 @@ class Store:
         """Write this rank's shard of the parameters of buckets from its masters, if these are other tensors."""
         for id in buckets:
             own, master = self.own_params[id], self.own_masters[id]
-            if own is not master:
+            if self._bucket[id].host and own.dtype != master.dtype:
+                # Cast here: to copy and cast at once takes memory of the device.
+                own.copy_(self.host.take(tuple(master.shape), own.dtype).copy_(master))
+            elif own is not master:
                 own.copy_(master)
+
+    def gradients_on_host(self, id: str, scale: float | torch.Tensor) -> torch.Tensor:
+        """Return a copy of this rank's gradients of a bucket, multiplied by `scale`, in the dtype of its masters."""
+        master, grads = self.own_masters[id], self.own_grads[id]
+        shape, factor = tuple(grads.shape), float(scale)
+        copy = self.host.take(shape, grads.dtype).copy_(grads)
+        if copy.dtype.itemsize < master.dtype.itemsize:
+            copy = self.host.take(shape, master.dtype).copy_(copy)
+        if factor != 1.0:
+            copy.mul_(factor)
+        if copy.dtype != master.dtype:
+            copy = self.host.take(shape, master.dtype).copy_(copy)
+        return copy
 
     def _shapes(self, bucket: Bucket) -> list[torch.Size]:
         return [self._shape_of[name] for name in bucket.params]
@@ -122,10 +142,10 @@ class Store:
         return torch.nn.Parameter(self.masters[name])
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """Return every tensor that owns bytes of a state, without optimizer state."""
+        """Return every tensor of the device that owns bytes of a state, without optimizer state."""
         bucketed = {name for bucket in self.buckets for name in bucket.params}
         own = [t for n, t in self.params.items() if n not in bucketed]
-        masters = [self.own_masters[bucket.id] for bucket in self.buckets if bucket.mastered]
+        masters = [self.own_masters[b.id] for b in self.buckets if b.mastered and not b.host]
         return [
             *self.flat_params.values(),
             *masters,
@@ -133,6 +153,10 @@ class Store:
             *own,
             *self.buffers.values(),
         ]
+
+    def host_tensors(self) -> list[torch.Tensor]:
+        """Return the masters in the memory of the host."""
+        return [self.own_masters[b.id] for b in self.buckets if b.host]
 
 
 def bucket_views(

@@ -1,0 +1,179 @@
+"""Define piper::float8_mm, the product of two quantised matrices, and float8_linear, a layer that multiplies so.
+
+On a CUDA device of capability 8.9 or more a product with scales by tensor or by row is torch._scaled_mm. Everywhere
+else it is emulated: the numbers are divided by their scales and multiplied in float32 (float64 for a result in it), as
+torchao does with `emulate=True`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from piper_ops.float8.quantise import float8_cast, float8_scale, in_blocks
+from piper_ops.float8.recipes import RECIPES, Float8Recipe, QuantisedOperand, QuantisedOperands
+from piper_ops.ground.library import LIBRARY, accumulate_dtype, contiguous_empty, define
+
+CAPABILITY = (8, 9)
+"""The least compute capability with products in float8 (torch's at::cuda::blas::scaled_gemm)."""
+DIVISOR = 16
+"""The number that must divide the sizes of operands on a device (torch._scaled_mm)."""
+
+
+def _mm_fake(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool
+) -> Tensor:
+    return contiguous_empty(a, (a.shape[0], b.shape[1]), dtype)
+
+
+def _mm_kernel(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool
+) -> Tensor:
+    if a.is_cuda and _on_tensor_cores(a, scale_a, b, scale_b):
+        return _scaled_mm(a, scale_a, b, scale_b, dtype, fast)
+    wide = accumulate_dtype(dtype)
+    return torch.mm(_dequantised(a, scale_a, wide), _dequantised(b, scale_b, wide)).to(dtype)
+
+
+def _dequantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    wide = x.to(dtype)
+    in_blocks(wide, *scale.shape).div_(scale[:, None, :, None])
+    return wide
+
+
+def _on_tensor_cores(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> bool:
+    rows, summed = a.shape
+    columns = b.shape[1]
+    scaled = {tuple(scale_a.shape), tuple(reversed(scale_b.shape))}
+    return (
+        torch.cuda.get_device_capability(a.device) >= CAPABILITY
+        and not summed % DIVISOR
+        and not columns % DIVISOR
+        and scaled <= {(1, 1), (rows, 1), (columns, 1)}
+    )
+
+
+def _scaled_mm(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool
+) -> Tensor:
+    """Multiply on tensor cores, as torchao 0.18 does (float8/float8_ops.py: addmm_float8_unwrapped).
+
+    Scales by row without fast accumulation are applied to the result, since the kernel that takes them is slow so.
+    """
+    left, right = scale_a.reciprocal(), scale_b.reciprocal()
+    rows, columns = a.shape[0], b.shape[1]
+    after = None
+    if max(left.numel(), right.numel()) > 1:
+        if fast:
+            left, right = (
+                left.expand(rows, 1).contiguous(),
+                right.expand(1, columns).contiguous(),
+            )
+        else:
+            after, left, right = left * right, left.new_ones(()), left.new_ones(())
+    else:
+        left, right = left.view(()), right.view(())
+    # by row the kernel gives bfloat16 alone
+    kept = torch.bfloat16 if left.dim() else dtype
+    first = a if a.stride(1) == 1 else a.contiguous()
+    second = b if b.stride(0) == 1 else b.t().contiguous().t()
+    result = torch._scaled_mm(first, second, left, right, out_dtype=kept, use_fast_accum=fast)
+    return (result if after is None else result.mul_(after)).to(dtype)
+
+
+float8_mm = define(
+    "float8_mm",
+    "(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, ScalarType dtype, bool fast) -> Tensor",
+    _mm_fake,
+    _mm_kernel,
+    direct=True,
+)
+"""The product of a [M, K] and b [K, N], each divided by the scales of its blocks, in a dtype.
+
+`fast` lets tensor cores add up in less than float32.
+"""
+
+
+def _quantised(
+    x: Tensor, operand: QuantisedOperand, kept: int, power: bool
+) -> tuple[Tensor, Tensor]:
+    """Return a matrix in float8, and its scales; `kept` is the dimension that the result of the product has, too."""
+    blocks = (operand.kept, operand.summed)[:: -1 if kept else 1]
+    scale = float8_scale(x, *blocks, operand.dtype, power)
+    return float8_cast(x, scale, operand.dtype), scale
+
+
+class _Linear(torch.autograd.Function):
+    """Compute x w^T with quantised operands, and its two gradients.
+
+    Each gradient quantises its operands anew from tensors in the dtype of the layer, as torchao's
+    matmul_with_hp_or_float8_args does; operands whose blocks are alike both ways are quantised once for both.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: str, saved: str) -> Tensor:
+        made = RECIPES[recipe]
+        of_input, of_weight = made.forward
+        rows = x.reshape(-1, x.shape[-1])
+        a, scale_a = _quantised(rows, of_input, 0, made.power)
+        b, scale_b = _quantised(weight, of_weight, 0, made.power)
+        result = float8_mm(a, scale_a, b.t(), scale_b.t(), x.dtype, True)
+        ctx.recipe, ctx.shape = made, x.shape
+        if saved == "input" or made.wgrad is None:
+            ctx.save_for_backward(weight, rows)
+        elif of_input.alike:
+            ctx.save_for_backward(weight, a, scale_a)
+        else:
+            ctx.save_for_backward(weight, *_quantised(rows, made.wgrad[1], 1, made.power))
+        return torch.Tensor.view(result, *x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        weight, *saved = ctx.saved_tensors
+        made: Float8Recipe = ctx.recipe
+        wants_input, wants_weight, *_ = ctx.needs_input_grad
+        rows = grad.reshape(-1, grad.shape[-1])
+        of_grad, of_weight = made.dgrad
+        shared = made.wgrad is not None and of_grad.alike and made.wgrad[0] == of_grad
+        grad_input = grad_weight = known = None
+        if wants_input or shared:
+            known = _quantised(rows, of_grad, 0, made.power)
+        if wants_input and known is not None:
+            b, scale_b = _quantised(weight, of_weight, 1, made.power)
+            grad_input = float8_mm(*known, b, scale_b, grad.dtype, False).view(ctx.shape)
+        if wants_weight:
+            known = known if shared else None
+            grad_weight = _weight_gradient(made.wgrad, made.power, rows, known, saved)
+        return grad_input, grad_weight, None, None
+
+
+def _weight_gradient(
+    operands: QuantisedOperands | None,
+    power: bool,
+    grad: Tensor,
+    quantised: tuple[Tensor, Tensor] | None,
+    saved: list[Tensor],
+) -> Tensor:
+    """Return dy^T x; `saved` is x, or x in float8 with its scales."""
+    if operands is None:
+        return torch.mm(grad.t(), saved[0])
+    a, scale_a = quantised or _quantised(grad, operands[0], 1, power)
+    b, scale_b = saved if len(saved) == 2 else _quantised(saved[0], operands[1], 1, power)
+    product: Tensor = float8_mm(a.t(), scale_a.t(), b, scale_b, grad.dtype, False)
+    return product
+
+
+def _linear(x: Tensor, weight: Tensor, recipe: str, saved: str) -> Tensor:
+    result: Tensor = _Linear.apply(x, weight, recipe, saved)  # type: ignore[no-untyped-call]  # torch's is untyped
+    return result
+
+
+LIBRARY.define("float8_linear(Tensor x, Tensor weight, str recipe, str saved) -> Tensor")
+LIBRARY.impl("float8_linear", _linear, "CompositeImplicitAutograd")
+float8_linear: torch._ops.OpOverload = torch.ops.piper.float8_linear.default
+"""The product of x [..., K] and w [N, K]^T; its operands, and the ones of its gradients, are quantised by a recipe.
+
+It is no node of the graph of a chunk, which has the ops above in its place.
+"""

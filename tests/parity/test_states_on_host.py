@@ -1,0 +1,171 @@
+"""Protect that an optimizer on the host changes memory and time, and nothing of what is trained."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import piper
+from piper import DirectiveError, Mesh, Strategy, offload, recipes, where
+from piper.api.compiling.compiling import Compiled
+from piper_ir.ground.errors import CompileError
+from piper_ir.plan.plan import Plan
+from piper_ir.verify import check
+from piper_runtime.rank.values.store import Store
+from piper_simulator import load_cluster
+from tests.helpers import compositions
+from tests.helpers.compositions import Composition, expected, job_of, strategy_of
+from tests.helpers.memory_judge import lies
+from tests.helpers.parity import assert_parity
+
+DEEP = Composition("deep", 2, 1, 4, "1f1b", optimizer="adamw", clip=0.3, scheduler=True)
+SHARED = replace(DEEP, dp=2, zero=3, clip=None)
+ALL = where()
+
+
+@functools.cache
+def hosted(c: Composition = DEEP, *selections: Any) -> Compiled:
+    compositions.captured(c.model, c.precision)
+    strategy = strategy_of(c)
+    items = [offload(s, tensors="optim") for s in selections or (ALL,)]
+    return piper.compile(job_of(c), Strategy(strategy.mesh, (*strategy.directives, *items)))
+
+
+def states(plan: Plan, *, host: bool) -> dict[str, int]:
+    """Bytes by category over all roles."""
+    found: dict[str, int] = {}
+    for role in plan.roles:
+        for s in role.states:
+            if s.host == host:
+                found[s.category] = found.get(s.category, 0) + s.nbytes
+    return found
+
+
+@pytest.mark.parametrize(
+    ("c", "selections"),
+    [
+        (DEEP, ()),
+        (DEEP, (where(layer=0),)),
+        (SHARED, ()),
+        (replace(SHARED, zero=1, precision="mixed", pp=1), ()),
+        (replace(DEEP, optimizer="rmsprop", scheduler=False), ()),
+        (replace(DEEP, optimizer="adafactor", clip=None, pp=1), ()),
+        (replace(SHARED, pp=1, zero=2), (where(layer=(0, 1)),)),
+        (replace(SHARED, pp=1, zero=2, precision="narrow sums"), ()),
+        pytest.param(replace(DEEP, precision="mixed", scaled=True), (), marks=pytest.mark.long),
+        pytest.param(
+            Composition("gpt", 1, 1, 2, "1f1b", tp=2, stream="tokens"), (), marks=pytest.mark.long
+        ),
+        pytest.param(Composition("moe", 1, 2, 2, "gpipe", ep=2), (), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_it_trains_like_one_device(c: Composition, selections: tuple[Any, ...]) -> None:
+    compiled = hosted(c, *selections)
+    plan = compiled.plan
+    assert check(plan) == []
+    there = states(plan, host=True)
+    assert set(there) == {"master", "optim"}
+    found = compositions.run(c, compiled)
+    if c.precision == "float64":
+        assert_parity(found, expected(c))
+    else:  # the casts are those of a run with its optimizer on the device, to the bit
+        there = compositions.run(c, compositions.compiled(c))
+        assert found.losses == there.losses and found.rank_states.keys() == there.rank_states.keys()
+        for rank, tensors in found.rank_states.items():
+            assert all(torch.equal(t, there.rank_states[rank][n]) for n, t in tensors.items())
+    record = compositions.run(c, compiled, steps=1, gradients=False, memory=True).memory
+    assert lies(plan, dict(record)) == []
+
+
+def test_an_update_that_does_not_come_back_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: without the copy to the device, it goes on with the first parameters."""
+    monkeypatch.setattr(Store, "copy_masters", lambda self, buckets: None)
+    with pytest.raises(AssertionError, match="not what one device computes"):
+        assert_parity(compositions.run(DEEP, hosted()), expected(DEEP))
+
+
+def test_the_device_keeps_parameters_and_gradients() -> None:
+    """AdamW in float64 keeps 16 bytes per parameter beside a master of 8; with a part of the layers, a part of that."""
+    own = states(compositions.compiled(DEEP).plan, host=False)
+    here, there = (states(hosted().plan, host=h) for h in (False, True))
+    assert here == {"param": own["param"], "grad": own["grad"]}
+    assert there == {"master": own["param"], "optim": own["optim"]}
+    part = states(hosted(DEEP, where(layer=0)).plan, host=True)
+    assert 0 < part["optim"] < there["optim"]
+    fewer = sum(r.peak_bytes for r in hosted().plan.roles)
+    assert fewer == sum(r.peak_bytes for r in compositions.compiled(DEEP).plan.roles) - own["optim"]
+
+
+REFUSED = (
+    (1, [offload(where(phase="F"), tensors="optim")], "is not selected"),
+    (4, [offload(where(layer=0), tensors="optim"), offload(where(), tensors="optim")], "already"),
+    (9, [offload(where(), tensors="optim", prefetch=2)], "prefetch beside tensors="),
+    (9, [offload(where(), tensors="optim", modules="*", least_mb=0)], "least_mb, modules beside"),
+)
+
+
+@pytest.mark.parametrize(("condition", "items", "says"), REFUSED)
+def test_conditions(condition: int, items: list[Any], says: str) -> None:
+    strategy = strategy_of(DEEP)
+    with pytest.raises(DirectiveError, match=rf"{says}.*\[offload condition {condition}\]"):
+        piper.compile(job_of(DEEP), Strategy(strategy.mesh, (*strategy.directives, *items)))
+
+
+def test_a_plan_with_states_in_the_wrong_memory_is_refused() -> None:
+    plan = hosted().plan
+    role = plan.roles[0]
+    moved = tuple(replace(s, host=False) if s.category == "master" else s for s in role.states)
+    broken = replace(plan, roles=(replace(role, states=moved), *plan.roles[1:]))
+    assert any("is to be on the host" in str(v) for v in check(broken) if v.rule == "R08-states")
+
+
+def test_a_tied_weight_is_updated_in_one_place() -> None:
+    tied = Composition("gpt", 2, 1, 2, "gpipe")
+    with pytest.raises(CompileError, match=r"parameter '.*' is of .* select both"):
+        hosted(tied, where(stage=0))
+
+
+def test_a_checkpoint_is_read_with_and_without_it(tmp_path: Path) -> None:
+    """Two steps on the host, saved; two more, here or there, are those of four steps on the device."""
+    four = compositions.run(DEEP, compositions.compiled(DEEP), steps=4)
+    saved = piper.Checkpoints(tmp_path, every=2)
+    compositions.run(DEEP, hosted(), steps=2, checkpoint=saved)
+    for again in (compositions.compiled(DEEP), hosted()):
+        rest = compositions.run(DEEP, again, steps=2, resume=tmp_path / "step-00000002")
+        assert rest.losses == pytest.approx(four.losses[2:], rel=1e-12)
+
+
+def test_the_host_takes_its_time() -> None:
+    """Gradients and parameters cross the link, states are in the memory that the devices of a node share."""
+
+    def step_s(plan: Plan, per_node: int = 2, **links: float) -> float:
+        cluster = load_cluster(f"h100x{per_node}*{2 // per_node}")
+        return piper.simulate(plan, cluster.each_links(lambda of: replace(of, **links))).step_s
+
+    here, there = compositions.compiled(DEEP).plan, hosted().plan
+    role = max(there.roles, key=lambda r: sum(s.nbytes for s in r.states))
+    sizes = {s.category: 0 for s in role.states}
+    for s in role.states:
+        sizes[s.category] += s.nbytes
+    link = dict(host_latency=0.0, host_bandwidth=1e6, host_memory_bandwidth=1e15)
+    crossing = (sizes["grad"] + sizes["param"]) / 1e6
+    assert step_s(there, **link) - step_s(here) == pytest.approx(crossing, rel=0.02)
+    memory = dict(host_latency=0.0, host_bandwidth=1e15, host_memory_bandwidth=1e6)
+    # Gradients are multiplied first, as they are clipped: read and written once more.
+    passes = 2 * sizes["master"] + 3 * sizes["grad"] + 2 * sizes["optim"]
+    touched = (passes + sizes["grad"] + sizes["param"]) / 1e6
+    assert step_s(there, 1, **memory) - step_s(here, 1) == pytest.approx(touched, rel=0.02)
+    assert step_s(there, 2, **memory) > 1.9 * step_s(there, 1, **memory)
+
+
+def test_a_strategy_with_it_is_saved_and_read(tmp_path: Path) -> None:
+    item = offload(where(layer=1), tensors="optim")
+    strategy = Strategy(Mesh(pp=2), (*recipes.gpipe(pp=2, microbatches=2), item))
+    piper.save_strategy(strategy, tmp_path / "strategy.json")
+    assert piper.load_strategy(tmp_path / "strategy.json") == strategy
