@@ -242,7 +242,7 @@ class StrategySpace:
     def _kept(
         self, trial: Any, at: Mapping[str, int], rows: int, stages: RecipeCall
     ) -> Iterator[RecipeCall]:
-        """Yield the policies of recomputation, tiles of the loss and offloads: less memory for more compute or messages.
+        """Yield policies of recomputation, tiles of the loss and offloads: less memory for more compute or messages.
 
         Tiles of the loss, and tensors that wait on the host, are asked for only where memory is short with all of a
         layer made again; policies by stage only where the sizes of one microbatch let the last devices keep more.
