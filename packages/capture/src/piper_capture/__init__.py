@@ -18,7 +18,8 @@ from piper_capture.module.tags import region, tag
 from piper_capture.steps.codegen import StepCode, compile_step
 from piper_capture.steps.recompute import POLICIES
 from piper_capture.store.assemble import capture, trace, with_layers
-from piper_capture.store.codestore import Captured, CodeStore
+from piper_capture.store.captured import Captured
+from piper_capture.store.codestore import CodeStore
 from piper_capture.store.empty_stages import with_empty_stages
 from piper_capture.store.layout_facts import (
     ChunkFacts,

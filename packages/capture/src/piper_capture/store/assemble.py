@@ -25,7 +25,8 @@ from piper_capture.steps.draws import draws_of
 from piper_capture.steps.joint import TracedChunk
 from piper_capture.steps.linearity import Auxiliary, AuxiliaryForm
 from piper_capture.store.auxiliary import auxiliary
-from piper_capture.store.codestore import Captured, CodeStore, TraceSpec
+from piper_capture.store.captured import Captured
+from piper_capture.store.codestore import CodeStore, TraceSpec
 from piper_capture.store.sizes import Fitter, NotAffine, explain
 from piper_capture.store.traced import Traced, outline_of
 from piper_capture.torch_api import _torch

@@ -6,7 +6,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from piper_capture.store.codestore import Captured, PassedOn
+from piper_capture.store.captured import Captured
+from piper_capture.store.codestore import PassedOn
 from piper_capture.store.refitted import refitted
 from piper_capture.torch_api import _torch
 from piper_ir.ground.errors import DirectiveError

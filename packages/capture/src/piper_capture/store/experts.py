@@ -25,7 +25,7 @@ from piper_capture.layouts import (
 from piper_capture.module.untagged_experts import SELECT_EXPERTS, way_to_experts
 from piper_capture.steps.routed import Routed
 from piper_capture.store.assemble import TRACE_ROWS
-from piper_capture.store.codestore import Captured
+from piper_capture.store.captured import Captured
 from piper_ir.ground.errors import DirectiveError
 from piper_ir.ground.sizes import Affine, TensorSpec
 from piper_ir.program.layout import BOUND, EXPERTS, OVERFLOWS, Sharding

@@ -26,7 +26,7 @@ from piper_capture.layouts import (
 )
 from piper_capture.steps.routed import RoutedLayouts
 from piper_capture.store.assemble import TRACE_ROWS, with_experts
-from piper_capture.store.codestore import Captured
+from piper_capture.store.captured import Captured
 from piper_capture.store.experts import ExpertChunks
 from piper_capture.store.refitted import refitted, traced_at
 from piper_capture.store.sharing_cuts import with_seams

@@ -17,7 +17,8 @@ from piper_capture.chunks.cut import cut
 from piper_capture.layouts import PARTIAL, Parted, parted
 from piper_capture.steps.draws import origin_of
 from piper_capture.store.assemble import TRACE_ROWS, assembled
-from piper_capture.store.codestore import Captured, TraceSpec
+from piper_capture.store.captured import Captured
+from piper_capture.store.codestore import TraceSpec
 from piper_capture.torch_api import _torch
 from piper_capture.trace.dynamo import Counted, Forward
 from piper_ir.ground.errors import DirectiveError

@@ -23,7 +23,8 @@ from piper_capture.steps.joint import TracedChunk
 from piper_capture.steps.linearity import Auxiliary
 from piper_capture.steps.routed import Routed, RoutedLayouts
 from piper_capture.store.assemble import with_layers
-from piper_capture.store.codestore import Captured, CodeStore, PassedOn, TraceSpec
+from piper_capture.store.captured import Captured
+from piper_capture.store.codestore import CodeStore, PassedOn, TraceSpec
 from piper_capture.store.sharding import cut_at_experts, with_shardings
 from piper_capture.store.tiles import with_tiles
 from piper_capture.store.traced import Traced

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from piper_capture.store.codestore import Captured
+from piper_capture.store.captured import Captured
 from piper_capture.store.refitted import refitted
 from piper_capture.store.tiled_loss import refused
 from piper_ir.ground.errors import DirectiveError

@@ -9,7 +9,7 @@ import torch
 
 from piper_capture.chunks.cut import Cut
 from piper_capture.chunks.layers import Layers
-from piper_capture.store.codestore import Captured
+from piper_capture.store.captured import Captured
 from piper_capture.trace.dynamo import Forward
 from piper_ir.program.program import Chunk, Program
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from piper_capture.module.tags import examples, matches
 from piper_capture.store.assemble import TRACE_ROWS
-from piper_capture.store.codestore import Captured
+from piper_capture.store.captured import Captured
 from piper_capture.store.refitted import traced_at
 from piper_capture.store.sizes import Fitter, NotAffine, explain
 from piper_ir.ground.errors import CaptureError, SelectorError
