@@ -93,7 +93,7 @@ LONG = Case(
     16,
     65_536,
     finite=True,
-    fixed={"tp": 1, "resident_mb": 0},
+    fixed={"tp": 1, "resident_mb": 0, "graded": False},
 )
 SMALL = Case(
     "small",

@@ -105,10 +105,17 @@ class Scale:
         )
 
     def fits_kept(
-        self, at: Mapping[str, int], layers: int, rows: int, sharers: int, keep: str, flying: float
+        self,
+        at: Mapping[str, int],
+        layers: int,
+        rows: int,
+        sharers: int,
+        keep: str,
+        flying: float,
+        tiles: int,
     ) -> bool:
         """Return whether a device has memory for a policy and a part of the most microbatches in flight."""
-        return self._held(at, layers, rows, sharers, keep, flying, 1) <= self.memory_bytes
+        return self._held(at, layers, rows, sharers, keep, flying, tiles) <= self.memory_bytes
 
     def _held(
         self,

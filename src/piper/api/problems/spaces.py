@@ -253,7 +253,9 @@ class StrategySpace:
         if tiles > 1:
             yield RecipeCall("tile_loss", {"tiles": tiles})
         keep = self._choice(trial, "keep", KEPT)
-        if self._may_grade(at, rows, keep, stages) and self._choice(trial, "graded", (False, True)):
+        if self._may_grade(at, rows, keep, stages, tiles) and self._choice(
+            trial, "graded", (False, True)
+        ):
             more, number = KEPT[KEPT.index(keep) - 1], recipes.stages_of(stages.directives) or 1
             later = [stage % at["pp"] >= at["pp"] // 2 for stage in range(number)]
             yield RecipeCall("recomputation", {"keep": tuple(more if k else keep for k in later)})
@@ -272,13 +274,17 @@ class StrategySpace:
         """Return whether the loss may be in tiles, which divide the tokens of a row on each device."""
         return self.tiles and not self.scale.tokens % (at["tp"] * at["cp"] * TILES)
 
-    def _may_grade(self, at: Mapping[str, int], rows: int, keep: str, stages: RecipeCall) -> bool:
-        """Return whether later devices may keep by the next policy, and the first may not, by sizes alone."""
+    def _may_grade(
+        self, at: Mapping[str, int], rows: int, keep: str, stages: RecipeCall, tiles: int
+    ) -> bool:
+        """Return whether memory is short, and later devices may keep by the next policy, and the first may not."""
         if at["pp"] == 1 or keep == KEPT[0] or stages.name not in FEWER_LATER:
+            return False
+        if not self._is_short(at, tiles=1):
             return False
         more = KEPT[KEPT.index(keep) - 1]
         first, later = (
-            self.scale.fits_kept(at, self.layers, rows, self._sharing(at), more, flying)
+            self.scale.fits_kept(at, self.layers, rows, self._sharing(at), more, flying, tiles)
             for flying in (1.0, 0.5)
         )
         return later and not first
