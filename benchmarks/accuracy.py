@@ -12,14 +12,20 @@ from benchmarks.measure import Goal, Row
 from piper.published.scoring import by_model, predict, scores
 from piper.published.table import read_rows
 
-TABLES = [Path(__file__).parent / "published" / name for name in ("mixtures.csv", "own_runs.csv")]
+FOLDER = Path(__file__).parent / "published"
+TABLES = {"mixtures.csv": "*mbc4", "own_runs.csv": "*8x1024"}
+"""The tables, each with the cases of a quick run."""
 STEP, MEMORY = 10.0, 2.0
 """The percentages within which a step of a stack that no run was fitted to should be predicted, and a peak."""
 
 
 def rows(quick: bool) -> Iterator[Row]:
-    """Return the mean errors of steps and of peaks, where these were published; `quick`: of four runs."""
-    runs = [run for table in TABLES for run in read_rows(table, "*mbc4" if quick else "*")]
+    """Return the mean errors of steps and of peaks, where these were published; `quick`: of some runs."""
+    runs = [
+        run
+        for name, few in TABLES.items()
+        for run in read_rows(FOLDER / name, few if quick else "*")
+    ]
     for one in scores([predict(runs[at]) for at in by_model(runs)]).sources:
         source, _, _ = one.name.partition(" and ")
         if one.mean is not None:

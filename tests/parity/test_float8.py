@@ -115,7 +115,7 @@ def test_states_are_shared(recipe: str) -> None:
     ],
 )
 def test_a_scale_of_a_shared_tensor_is_that_of_all_of_it(recipe: str, sequence: bool) -> None:
-    """The devices gather the scales of their parts, and no tensor but those that they gather anyway."""
+    """Devices gather the scales of their parts; no tensor is gathered that bfloat16 would not gather, too."""
     made = judged(job(recipe), Mesh(tp=2), *recipes.tensor_parallel(sequence=sequence))
     chunk = next(c for c in made.plan.chunks if c.id == "layer1")
     kinds = Counter(c.kind for c in chunk.steps["F"].collectives)
@@ -150,7 +150,7 @@ def test_mixed_precision() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(24))
 def test_random_combinations(seed: int) -> None:
-    """Recipes, what is saved, and recomputation, under shared layers, tokens and states, stages and microbatches."""
+    """Recipes, saved tensors and recomputation are drawn beside shared layers, tokens and states, stages and rows."""
     draw = Random(seed)
     sizes = {axis: draw.choice((1, 1, 2)) for axis in ("pp", "dp", "cp", "tp")}
     recipe = draw.choice(("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"))

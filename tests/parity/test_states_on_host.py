@@ -1,4 +1,4 @@
-"""Protect that an optimizer on the host changes memory and time, and nothing of what is trained."""
+"""Protect that an optimizer on the host changes memory and time, and no parameter after training."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from piper import DirectiveError, Mesh, Strategy, offload, recipes, where
 from piper.api.compiling.compiling import Compiled
 from piper_ir.ground.errors import CompileError
 from piper_ir.plan.plan import Plan
+from piper_ir.program.ops import Update
 from piper_ir.verify import check
 from piper_runtime.rank.values.store import Store
 from piper_simulator import load_cluster
@@ -22,6 +23,7 @@ from tests.helpers import compositions
 from tests.helpers.compositions import Composition, expected, job_of, strategy_of
 from tests.helpers.memory_judge import lies
 from tests.helpers.parity import assert_parity
+from tests.helpers.plan_edits import first_part
 
 DEEP = Composition("deep", 2, 1, 4, "1f1b", optimizer="adamw", clip=0.3, scheduler=True)
 SHARED = replace(DEEP, dp=2, zero=3, clip=None)
@@ -125,6 +127,18 @@ def test_a_plan_with_states_in_the_wrong_memory_is_refused() -> None:
     assert any("is to be on the host" in str(v) for v in check(broken) if v.rule == "R08-states")
 
 
+def test_an_update_that_says_too_little_memory_of_the_host_is_refused() -> None:
+    plan = hosted().plan
+    broken = first_part(
+        plan,
+        lambda _, part: isinstance(part.op, Update),
+        lambda part: replace(part, op=replace(part.op, host_workspace=part.op.host_workspace - 4)),
+    )
+    assert broken is not None
+    said = [str(v) for v in check(broken) if v.rule == "R28-peak"]
+    assert any("bytes of copies on the host" in text for text in said)
+
+
 def test_a_tied_weight_is_updated_in_one_place() -> None:
     tied = Composition("gpt", 2, 1, 2, "gpipe")
     with pytest.raises(CompileError, match=r"parameter '.*' is of .* select both"):
@@ -132,7 +146,7 @@ def test_a_tied_weight_is_updated_in_one_place() -> None:
 
 
 def test_a_checkpoint_is_read_with_and_without_it(tmp_path: Path) -> None:
-    """Two steps on the host, saved; two more, here or there, are those of four steps on the device."""
+    """Two steps run on the host and are saved; two more, here or there, have the losses of four on the device."""
     four = compositions.run(DEEP, compositions.compiled(DEEP), steps=4)
     saved = piper.Checkpoints(tmp_path, every=2)
     compositions.run(DEEP, hosted(), steps=2, checkpoint=saved)

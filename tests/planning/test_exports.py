@@ -92,6 +92,12 @@ def test_what_torchtitan_lacks_is_named(directives, told):
     assert told in str(refusal.value)
 
 
+def test_parts_of_an_optimizer_on_the_host_have_no_words():
+    parts = [piper.offload(where(layer=k), tensors="optim") for k in (0, 1)]
+    with pytest.raises(JobError, match="several `offload` with tensors"):
+        described(piper.Mesh(dp=8), *recipes.one_f_one_b(pp=1, microbatches=2), *parts)
+
+
 def test_a_schedule_of_ones_own_has_no_words():
     orders = [[("F", 0), ("F", 1), ("B", 1), ("B", 0)], [("F", 0), ("F", 1), ("B", 1), ("B", 0)]]
     parts = (*recipes.pipeline(pp=2, microbatches=2), *recipes.stage_orders(orders))

@@ -88,7 +88,7 @@ def test_the_committed_mixtures_have_sources_and_can_be_said() -> None:
 
 
 def test_our_own_runs_are_as_they_were_measured_and_as_predicted() -> None:
-    """On an H100 and an H200. One row waits for its host, which was a fifth quicker on another day."""
+    """Runs on an H100 and an H200 are compared. One row waits for its host, which was a fifth quicker on another day."""
     folder = Path(__file__).parents[2] / "benchmarks"
     rows = read_rows(folder / "published/own_runs.csv")
     for one in rows:

@@ -150,6 +150,24 @@ def test_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
         imported("deepspeed", tmp_path, {"train_batch_size": 16, **options})
 
 
+@each_case(
+    ("section", "part"),
+    [
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, 1.0),
+        ({"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.25}}, 0.25),
+        ({"stage": 1, "cpu_offload": True}, 1.0),
+        ({"stage": 2, "cpu_offload": False, "offload_optimizer": {"device": "none"}}, 0.0),
+        ({"stage": 0, "offload_optimizer": {"device": "cpu"}}, 0.0),
+    ],
+)
+def test_an_optimizer_on_the_host_is_one_of_zero(
+    tmp_path: Path, section: dict[str, Any], part: float
+) -> None:
+    found = imported("deepspeed", tmp_path, {"train_batch_size": 16, "zero_optimization": section})
+    assert found.optim_on_host == part
+    assert any("the optimizer on the host" in note for note in found.notes) == (part > 0)
+
+
 def test_all_refusals_come_at_once(tmp_path: Path) -> None:
     options = {
         "train_batch_size": 16,

@@ -41,7 +41,7 @@ def test_a_device_without_a_rate_is_refused(name: str) -> None:
 
 
 def test_a_scale_ends_the_run_of_kernels_that_a_stack_joins() -> None:
-    """What makes a tensor finds its largest magnitude, too; the conversion reads it again."""
+    """The kernel that makes a tensor finds its largest magnitude, too; the conversion reads the tensor again."""
     before, scale, cast = (
         passing("silu", "bfloat16", 400),
         passing("float8_scale", "float32", 204),

@@ -18,6 +18,7 @@ from piper_compiler.directives import (
     split_backward,
     tile_loss,
 )
+from piper_compiler.directives.offload import OPTIM
 from piper_interop import (
     DeviceLayout,
     Float8Layers,
@@ -66,8 +67,8 @@ def description(job: Job, strategy: Strategy, name: str) -> JobDescription:
         rows=job.global_batch // parts,
         layout=layout,
         recompute=tuple(_recomputation(d) for d in strategy.directives if isinstance(d, recompute)),
-        offload=_offload([d for d in _offloads(strategy) if d.tensors != "optim"]),
-        optim_on_host=_optim_on_host(job, [d for d in _offloads(strategy) if d.tensors == "optim"]),
+        offload=_offload([d for d in _offloads(strategy) if d.tensors != OPTIM]),
+        optim_on_host=_optim_on_host(job, [d for d in _offloads(strategy) if d.tensors == OPTIM]),
         params=precision.params or "float32",
         compute=precision.compute or precision.params or "float32",
         reduce=precision.reduce or precision.params or "float32",
@@ -200,6 +201,11 @@ def _optim_on_host(job: Job, items: Sequence[Any]) -> float:
     """Return the fraction of the layers whose optimizer is on the host; 1 for the whole model."""
     if not items:
         return 0.0
+    if len(items) > 1:
+        raise JobError(
+            'several `offload` with tensors="optim", each for a part of the model: other systems have one part; '
+            "select it with one where"
+        )
     if items[0].selection == where():
         return 1.0
     count = int(_sizes(job).fields["layers"])

@@ -14,6 +14,7 @@ from piper.api.problems.other_meshes import used_recipe
 from piper.api.problems.tuning_problem import Conditions, problem_of
 from piper_autotune import OneWord, Scored, ScoredHere, WayOut
 from piper_compiler import Options, Strategy, offload, order, recompute, replicate, shard, split
+from piper_compiler.directives.offload import OPTIM
 from piper_compiler.recipes import RECIPES, tensor_parallel
 from piper_ir.ground.errors import PiperError, TuneError
 from piper_ir.ground.keywords import checked_call
@@ -238,8 +239,6 @@ KINDS = (_recomputing, _sharing, _halved, _wider, _ordered, _hosted)
 """The kinds of changes, in the order in which they are tried."""
 TOGETHER = (_recomputing, _sharing, _wider, _hosted, _halved)
 """The kinds of which the strongest are tried together: half the rows last, since there may be no half."""
-OPTIM = "optim"
-"""The tensors that `offload` keeps on the host with an optimizer."""
 
 
 def _with(strategy: Strategy, items: list[Directive]) -> Strategy:
@@ -251,7 +250,10 @@ def _told(found: WayOut, period_s: float) -> list[str]:
     if found.change is not None:
         return ["the first change that makes it fit", found.change.told(period_s)]
     least = found.least
-    kinds = "recomputation, zero, half the rows, twice the tp, other schedules and the optimizer on the host"
+    kinds = (
+        "recomputation, zero, half the rows per microbatch, twice the tp, other schedules and the optimizer on the "
+        "host"
+    )
     nearest = (
         ""
         if least is None

@@ -96,38 +96,28 @@ class Scale:
         """Return the parameters of a device, if experts have most of them."""
         return self.parameters / (int(at["tp"]) * int(at["pp"]) * int(at["ep"]))
 
-    def is_short(
-        self, at: Mapping[str, int], layers: int, rows: int, sharers: int, tiles: int
-    ) -> bool:
-        """Return whether a device has little memory left with all states shared and all of a layer made again."""
-        return (
-            self._held(at, layers, rows, sharers, "inputs", 1.0, tiles) > SHORT * self.memory_bytes
-        )
-
-    def fits_kept(
+    def held_bytes(
         self,
         at: Mapping[str, int],
         layers: int,
         rows: int,
         sharers: int,
-        keep: str,
-        flying: float,
-        tiles: int,
-    ) -> bool:
-        """Return whether a device has memory for a policy and a part of the most microbatches in flight."""
-        return self._held(at, layers, rows, sharers, keep, flying, tiles) <= self.memory_bytes
-
-    def _held(
-        self,
-        at: Mapping[str, int],
-        layers: int,
-        rows: int,
-        sharers: int,
+        *,
         keep: str,
         flying: float,
         tiles: int,
     ) -> float:
-        """Return the bytes of a device, roughly: states, kept tensors, and one layer made again or the logits."""
+        """Return the bytes of a device, roughly: states, kept tensors, and one layer made again or the logits.
+
+        Args:
+            at: the sizes of the axes.
+            layers: of the model.
+            rows: of a microbatch.
+            sharers: the devices that share all states.
+            keep: the policy of recomputation.
+            flying: the share of the most microbatches that are in flight at once.
+            tiles: of the loss.
+        """
         tokens = rows * self.tokens / (at["tp"] * at["cp"])
         states = self.own(at) * (KEPT_BYTES + SHARED_BYTES) / max(1, sharers)
         kept = flying * layers * KEPT_OF_LAYER[keep] * self.width

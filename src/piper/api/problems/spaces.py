@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from piper.api.captures.capturing import traced_job
 from piper.api.ground.clusters import chosen_cluster
-from piper.api.problems.scale import Scale
+from piper.api.problems.scale import SHORT, Scale
 from piper_compiler import Strategy, offload, recipes, recompute, tile_loss
 from piper_ir.ground.errors import TuneError
 from piper_ir.ground.mesh import Mesh
@@ -210,7 +210,7 @@ class StrategySpace:
         replicas = self._replicas(at)
         if replicas % at["ep"]:
             return f"{replicas} replicas do not divide into groups of ep = {at['ep']}"
-        if at["ep"] * at["cp"] > max(at["ep"], at["cp"]) and not self.dropless:
+        if min(at["ep"], at["cp"]) > 1 and not self.dropless:
             return f"experts with a capacity need whole rows: ep = {at['ep']} does not go with cp = {at['cp']}"
         if self.global_batch % (replicas * rows):
             return f"{self.global_batch} rows do not divide into {replicas} replicas of {rows} rows per microbatch"
@@ -268,7 +268,11 @@ class StrategySpace:
 
     def _is_short(self, at: Mapping[str, int], tiles: int) -> bool:
         """Return whether a mesh leaves little memory with the least rows, all states shared and layers made again."""
-        return self.scale.is_short(at, self.layers, self.rows[0], self._sharing(at), tiles)
+        held = self._held_bytes(at, self.rows[0], keep="inputs", flying=1.0, tiles=tiles)
+        return held > SHORT * self.scale.memory_bytes
+
+    def _held_bytes(self, at: Mapping[str, int], rows: int, **how: Any) -> float:
+        return self.scale.held_bytes(at, self.layers, rows, self._sharing(at), **how)
 
     def _tiled(self, at: Mapping[str, int]) -> bool:
         """Return whether the loss may be in tiles, which divide the tokens of a row on each device."""
@@ -284,10 +288,10 @@ class StrategySpace:
             return False
         more = KEPT[KEPT.index(keep) - 1]
         first, later = (
-            self.scale.fits_kept(at, self.layers, rows, self._sharing(at), more, flying, tiles)
+            self._held_bytes(at, rows, keep=more, flying=flying, tiles=tiles)
             for flying in (1.0, 0.5)
         )
-        return later and not first
+        return later <= self.scale.memory_bytes < first
 
     def _sharing(self, at: Mapping[str, int]) -> int:
         """Return how many devices have the same parameters."""

@@ -264,9 +264,11 @@ def offloaded(foreign: Foreign) -> OffloadedTensors | None:
 def on_host(foreign: Foreign) -> float:
     """Return the fraction of the optimizer that runs on the host."""
     section = "zero_optimization."
+    if not stage(foreign):
+        return 0.0
     if foreign.get(f"{section}cpu_offload", False):
         return 1.0
-    if foreign.get(f"{section}offload_optimizer.device", "none") != "cpu" or not stage(foreign):
+    if foreign.get(f"{section}offload_optimizer.device", "none") != "cpu":
         return 0.0
     return float(foreign.get(f"{section}offload_optimizer.ratio", 1.0)) if gathers(foreign) else 1.0
 

@@ -73,9 +73,11 @@ ON_HOST = (
     Nearest(
         "the optimizer on the host; gradients are copied there when a step ends",
         "too much memory by the gradients, which DeepSpeed copies during backward, and predicted too slow by that copy",
-        unless=(None, "none", "nvme"),
+        unless=(None, False, "none", "nvme"),
+        when=sharded,
     ),
-    Unsupported("offload of states to disks", STAGE, unless=(None, "none", "cpu")),
+    Unsupported("offload of states to disks", STAGE, unless=(None, False, True, "none", "cpu")),
+    Ignored("asks for no offload, or ZeRO is off, without which DeepSpeed offloads nothing"),
 )
 ZENFLOW = Unsupported("ZenFlow (updates in the host)", STAGE, unless=(None,))
 PART_OF_OFFLOAD = Ignored("a part of the offload, which `device` decides")
@@ -200,7 +202,7 @@ SECTION: dict[str, OptionSpec] = {
         SIZE,
         Ignored("splits the optimizer's update into groups, whose launches are not counted"),
     ),
-    "cpu_offload": (BOOL.or_none, ON_HOST[0]),
+    "cpu_offload": (BOOL.or_none, ON_HOST),
     "cpu_offload_param": (BOOL.or_none, OFFLOAD),
     "cpu_offload_use_pin_memory": (BOOL.or_none, PART_OF_OFFLOAD),
     "prefetch_bucket_size": (SIZE, GATHERS),

@@ -136,7 +136,7 @@ def _loss_scale(foreign: Foreign) -> tuple[tuple[str, float], ...]:
 
 
 def _float8(foreign: Foreign, asked: Asked) -> Float8Layers | None:
-    """Return the layers in which Transformer Engine multiplies in float8: the blocks', less the first and last."""
+    """Return the linear layers that multiply in float8: the ones of all blocks but some first and last ones."""
     recipe = foreign["fp8-recipe"]
     if foreign["fp8-format"] is None or (recipe == "custom" and "bf16" in asked.stand_ins):
         return None

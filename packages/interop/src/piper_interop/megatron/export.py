@@ -75,7 +75,7 @@ def _precision(described: JobDescription, options: WrittenOptions) -> None:
 
 
 def _float8(described: JobDescription, options: WrittenOptions) -> None:
-    """Write the recipe of Transformer Engine, which takes all layers of the blocks, less the first and last."""
+    """Write the recipe of Transformer Engine, which quantises all blocks but some first and last ones."""
     float8 = described.float8
     if float8 is None:
         return

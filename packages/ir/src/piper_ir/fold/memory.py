@@ -74,8 +74,11 @@ def host_peak(role: RolePlan) -> int:
     """Return the most bytes that a role has in the memory of the host, in program order."""
     table, values = role.table, role.table.values
     start = sum([s.nbytes for s in role.states if s.host])
+    waiting = any(category == HOST for _, category in values.kinds)
+    if not start and not waiting:
+        return 0
     inside = [sum([_beside_on_host(p.op) for p in t.parts]) for t in table.templates]
-    if not any(category == HOST for _, category in values.kinds):
+    if not waiting:
         return start + max([inside[k] for k in set(table.used)], default=0)
     size = [n if c == HOST else 0 for n, (_, c) in zip(values.nbytes, values.kinds, strict=True)]
     count, live, most = values.count, start, start

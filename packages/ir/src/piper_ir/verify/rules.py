@@ -86,7 +86,8 @@ RULES: dict[str, str] = {
     "R38-host": "a value of the host is written by ToHost alone and read by FromHost alone, which brings it back, each "
     "by one rank; nothing that computes reads the original after its copy, in program order",
     # memory
-    "R28-peak": "peak_bytes, peak_at, peak_by_category and host_peak_bytes are those of a scan in program order",
+    "R28-peak": "peak_bytes, peak_at, peak_by_category and host_peak_bytes are those of a scan in program order, and "
+    "an update states the bytes of its copies on the host",
 }
 """The promise of each rule, by its name. Later groups are checked only when the earlier ones hold."""
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from piper_ir.fold.memory import host_peak, peak
 from piper_ir.ground.errors import PlanError
 from piper_ir.plan.plan import Plan
+from piper_ir.plan.plan_bytes import update_on_host_bytes
+from piper_ir.program.ops import Update
 from piper_ir.tools import no_garbage_collection
 from piper_ir.verify.chunks import check_chunks
 from piper_ir.verify.dataflow import check_dataflow
@@ -130,3 +132,10 @@ def _check_memory(findings: Findings) -> None:
         if role.host_peak_bytes != (most := host_peak(role)):
             stated_there = f"the plan states {role.host_peak_bytes} bytes on the host"
             findings.add("R28-peak", f"{stated_there}, and the scan gives {most}", role)
+        for op in (part.op for t in role.table.templates for part in t.parts):
+            if not isinstance(op, Update):
+                continue
+            beside = update_on_host_bytes(map(plan.bucket, op.buckets), plan.mesh)
+            if op.host_workspace != beside:
+                text = f"an update states {op.host_workspace} bytes of copies on the host; {beside} are expected"
+                findings.add("R28-peak", text, role)

@@ -178,10 +178,12 @@ def _by_completion(edit: Editor) -> list[tuple[Param, Replication, Coord | None]
 
 def _updated_on_host(edit: Editor) -> set[str]:
     """Return the trained parameters of the chunks that are updated on the host."""
-    users: dict[str, dict[bool, str]] = {}
+    hosted, users = set(edit.hosted), dict[str, dict[bool, str]]()
+    if not hosted:
+        return set()
     for chunk in edit.graph.program.chunks:
         for name in trains(chunk):
-            users.setdefault(name, {})[chunk.id in edit.hosted] = chunk.id
+            users.setdefault(name, {})[chunk.id in hosted] = chunk.id
     for name, by_place in users.items():
         if len(by_place) > 1:
             raise CompileError(

@@ -211,7 +211,8 @@ class RankOptimizer:
         for p, grad in (m for b in here for m in self._members[b]):
             p.grad = scaled(grad, scale, p.dtype)
         with untracked() if there else nullcontext():
-            copies = [self._use_copy(b, scale) for b in there]  # lent until it is dropped
+            factor = float(scale) if there else 1.0  # of a device the host waits for it
+            copies = [self._use_copy(b, factor) for b in there]  # lent until they are dropped
             # Parameters of other buckets have no gradient now, and torch's optimizers skip those.
             for optimizer in self._optimizers:
                 optimizer.step()
@@ -220,7 +221,7 @@ class RankOptimizer:
             del copies
             self._store.copy_masters(buckets)
 
-    def _use_copy(self, bucket: str, scale: float | torch.Tensor) -> torch.Tensor:
+    def _use_copy(self, bucket: str, scale: float) -> torch.Tensor:
         """Copy the gradients of a bucket to the host, for the parameters that are updated there; return the copy."""
         flat = self._store.gradients_on_host(bucket, scale)
         way, members = self._way_of(self._hosted[bucket]), self._members[bucket]

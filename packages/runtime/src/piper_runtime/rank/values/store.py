@@ -116,15 +116,18 @@ class Store:
             elif own is not master:
                 own.copy_(master)
 
-    def gradients_on_host(self, id: str, scale: float | torch.Tensor) -> torch.Tensor:
-        """Return a copy of this rank's gradients of a bucket, multiplied by `scale`, in the dtype of its masters."""
+    def gradients_on_host(self, id: str, scale: float) -> torch.Tensor:
+        """Return a copy of this rank's gradients of a bucket, multiplied by `scale`, in the dtype of its masters.
+
+        The product is made in the wider of both dtypes.
+        """
         master, grads = self.own_masters[id], self.own_grads[id]
-        shape, factor = tuple(grads.shape), float(scale)
+        shape = tuple(grads.shape)
         copy = self.host.take(shape, grads.dtype).copy_(grads)
         if copy.dtype.itemsize < master.dtype.itemsize:
             copy = self.host.take(shape, master.dtype).copy_(copy)
-        if factor != 1.0:
-            copy.mul_(factor)
+        if scale != 1.0:
+            copy.mul_(scale)
         if copy.dtype != master.dtype:
             copy = self.host.take(shape, master.dtype).copy_(copy)
         return copy
