@@ -28,6 +28,7 @@ MEASURED = {
     "mlm_7b_pp4": "1.151 s, 56.6 GiB",
     "mlm_15b": "26.2 GiB (1.435 s for 384 rows, GPUs not stated)",
     "mlm_mixtral_8x7b": "3.303 s, 33.1 GiB (GPUs not stated)",
+    "mlm_mixtral_8x22b": "6.914 s, 26.6 GiB (GPUs not stated)",
     "mlm_dsv3_proxy": "12.03 s, 43.4 GiB (GPUs not stated)",
     "mb_dsv3_gb200": "3,139 tokens/s",
     "mb_gpt_oss_120b": "5,824 tokens/s",

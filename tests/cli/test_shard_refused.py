@@ -30,6 +30,11 @@ CASE = Composition("gpt_untied", microbatches=2)
 
 REFUSED: list[tuple[Callable[[], Any], Mesh, str]] = [
     (
+        lambda: ANY(where(), hidden="tp"),
+        PAIR,
+        "hidden='tp': it says .* use stream=.rows., .* condition 15",
+    ),
+    (
         lambda: ANY(where(), over=5),
         PAIR,
         r"shard\(where\(\), over=5\) at .*: over=5; one of cp, dp, .* condition 2",

@@ -97,7 +97,10 @@ def test_each_device_has_other_experts_along_both_axes() -> None:
     ("experts", "message"),
     [
         ("ep", r"has experts along ep, and its step . exchanges rows along tp\+ep"),
-        ("tp+dp", r"has experts along tp\+dp, and its parameters have parts along ep, tp"),
+        (
+            "tp+dp",
+            r"has experts along tp\+dp, its parameters have parts along ep, too, and its step F adds",
+        ),
         ("cp", r"has experts along cp; devices have different ones along ep"),
     ],
 )

@@ -110,7 +110,7 @@ def test_a_search_begins_with_what_is_published_and_with_each_mesh_in_little_mem
     space = piper.space(llama(), CLUSTER)
     sizes = {"tp": 1, "cp": 1, "ep": 1, "pp": 1, "rows": 1}
     states = {"zero": 3, "resident_mb": 0, "prefetch": 1, "bucket_mb": 100.0}
-    usual = {"schedule": "1f1b", "sequence": True, "attention": "ring", "fold": False}
+    usual = {"schedule": "1f1b", "sequence": True, "attention": "ring", "fold": False, "cut": False}
     usual |= {"graded": False, "away": 0.0}
     fsdp, tensor = ({**sizes, **states, **usual, "keep": "attention", "tp": tp} for tp in (1, 8))
     assert space.starts.index(fsdp) < space.starts.index(tensor), "messages of layers take time"

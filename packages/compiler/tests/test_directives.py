@@ -178,7 +178,7 @@ class TestPlace:
             1,
             place(where(stage=0), on=dict(stage=0)),
             *self.first,
-            says="unknown axis 'stage'; the axes are cp, dp, ep, pp, rep, tp",
+            says="unknown axis 'stage'; the axes are cp, dp, ep, etp, pp, rep, tp",
         )
         refused(
             1, place(where(stage=0), on={}), *self.first, says="names no axis; give at least one"
@@ -260,7 +260,7 @@ class TestReplicate:
         refused(
             1,
             replicate(where(), over=("data",)),
-            says="over=('data',); one or more of cp, dp, ep, pp, rep, tp are accepted",
+            says="over=('data',); one or more of cp, dp, ep, etp, pp, rep, tp are accepted",
         )
 
     def test_1_a_degree_of_one_is_no_error(self) -> None:

@@ -107,7 +107,7 @@ def changed(**fields: object) -> str:
         (changed(mesh=[2]), '"mesh" must be an object'),
         (
             changed(mesh={"data": 2}),
-            "f.json.mesh: unknown axis 'data'; the axes are cp, dp, ep, pp, rep, tp",
+            "f.json.mesh: unknown axis 'data'; the axes are cp, dp, ep, etp, pp, rep, tp",
         ),
         (changed(mesh={"sizes": 2}), "unknown axis 'sizes'"),
         (changed(mesh={"pp": 0}), "f.json.mesh.pp: a positive integer is expected, found 0"),

@@ -302,31 +302,41 @@ def test_stages_without_layers_are_said() -> None:
 
 def test_experts_lie_along_tp_then_cp_then_the_replicas() -> None:
     parts = "--tensor-model-parallel-size 2 --sequence-parallel"
-    for more, folded, replicas, notes in (
-        ("--expert-model-parallel-size 8 --expert-tensor-parallel-size 1", ("tp",), 4, 0),
-        ("--expert-model-parallel-size 4", ("tp",), 4, 1),
+    for more, folded, replicas, hidden in (
+        ("--expert-model-parallel-size 8 --expert-tensor-parallel-size 1", ("tp",), 4, ()),
+        ("--expert-model-parallel-size 4", (), 4, ("tp",)),
+        ("--expert-model-parallel-size 2 --expert-tensor-parallel-size 4", (), 2, ("tp", "etp")),
+        (
+            "--expert-model-parallel-size 2 --expert-tensor-parallel-size 4 --context-parallel-size 2",
+            (),
+            2,
+            ("tp", "cp"),
+        ),
+        (
+            "--expert-model-parallel-size 2 --context-parallel-size 2",
+            ("cp",),
+            1,
+            ("tp",),
+        ),
         (
             "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --context-parallel-size 2",
             ("tp", "cp"),
             1,
-            0,
+            (),
         ),
         (
             "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --context-parallel-size 2",
             ("tp",),
             1,
-            0,
+            (),
         ),
     ):
         job = described(f"{parts} {more}", base=MIXTURE)
-        assert (job.layout.folded, job.layout.sharing_replicas, len(job.notes)) == (
-            folded,
-            replicas,
-            notes,
-        )
-        assert job.layout.sequence and ("expert_parallel(over=" in python(job, "")) == (
-            folded != ()
-        )
+        layout = job.layout
+        assert (layout.folded, layout.sharing_replicas, layout.hidden) == (folded, replicas, hidden)
+        assert layout.sequence and not job.notes
+        assert ("expert_parallel(over=" in python(job, "")) == (folded != ())
+        assert ("hidden=(" in python(job, "")) == (hidden != ())
     assert described(parts, base=MIXTURE).layout.ep == 1
 
 

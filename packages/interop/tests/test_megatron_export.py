@@ -133,6 +133,8 @@ def test_sizes_come_back(more: str) -> None:
         "--moe-router-pre-softmax --moe-expert-capacity-factor 1.0 --tensor-model-parallel-size 2 --sequence-parallel",
         "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8",
         "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 4 --expert-tensor-parallel-size 1",
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2",
+        "--expert-model-parallel-size 2 --expert-tensor-parallel-size 2",
         "--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0 --softmax-type learnable",
     ],
 )

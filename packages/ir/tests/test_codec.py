@@ -131,7 +131,7 @@ def _changed(**changes: Any) -> str:
         ),
         (
             _changed(mesh={"sizes": [["xx", 2]]}),
-            "p.json.mesh: Mesh: unknown axis 'xx'; the axes are cp, dp, ep, pp, rep, tp",
+            "p.json.mesh: Mesh: unknown axis 'xx'; the axes are cp, dp, ep, etp, pp, rep, tp",
         ),
         (
             _changed(mesh={"sizes": [["pp", 2, 3]]}),

@@ -60,7 +60,9 @@ def test_an_order_says_which_ranks_are_neighbours() -> None:
     assert mesh.split("tp", (2, 2)).axes == ("tp.1", "tp.0", "pp", "dp")
     assert Mesh(pp=2, dp=2, order=("dp", "pp")) == Mesh(pp=2, dp=2) == Mesh(pp=2, dp=2, order="dp")
     for order in (("tp", "tp"), ("data",)):
-        with pytest.raises(CompileError, match="is unknown or stands twice; each of tp, cp, ep"):
+        with pytest.raises(
+            CompileError, match="is unknown or stands twice; each of tp, cp, etp, ep"
+        ):
             Mesh(pp=2, order=order)
 
 
@@ -75,7 +77,7 @@ def test_axes_of_size_one_do_not_matter() -> None:
 @each_case(
     ("axes", "message"),
     [
-        ({"px": 2}, "Mesh: unknown axis 'px'; the axes are cp, dp, ep, pp, rep, tp"),
+        ({"px": 2}, "Mesh: unknown axis 'px'; the axes are cp, dp, ep, etp, pp, rep, tp"),
         ({"pp": 0}, "Mesh: axis pp has size 0; a positive integer is needed"),
         ({"pp": 1.5}, "axis pp has size 1.5"),
     ],

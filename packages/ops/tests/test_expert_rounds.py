@@ -223,5 +223,5 @@ def test_too_few_places_say_what_would_do() -> None:
 def test_further_rounds_are_no_ops_of_their_own() -> None:
     with pytest.raises(RuntimeError, match=r"run by the engine"):
         rounds.experts_return(
-            torch.ones(1, 1, 1), torch.ones(1, 1), torch.ones(1, 1), [], "", "ep", 1, 0, [0, 0, 0]
+            torch.ones(1, 1, 1), *[torch.ones(1, 1)] * 3, [], "", "ep", "", 1, 0, [0, 0, 0]
         )

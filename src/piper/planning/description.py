@@ -104,8 +104,9 @@ def _shares(strategy: Strategy, layout: DeviceLayout) -> DeviceLayout:
         size = strategy.mesh.degree(strategy.mesh.along(item.joined))
         if item.experts:
             layout = replace(
-                layout, ep=size, folded=tuple(a for a in item.axes if a in ("tp", "cp"))
-            )
+                layout, ep=size, folded=tuple(a for a in item.axes if a in ("tp", "cp")),
+                hidden=item.hidden_axes, etp=strategy.mesh.size("etp"),
+            )  # fmt: skip
         elif item.index == "tokens":
             layout = replace(layout, cp=size, attention=item.attention)
         elif item.selection == where() and not item.index:
@@ -130,13 +131,13 @@ def _replicas(strategy: Strategy, layout: DeviceLayout) -> DeviceLayout:
     levels = [set(getattr(item.shards, state)) for state in STATES]
     zero = sum(bool(axes) for axes in levels)
     axes = levels[0] if zero else set(item.over) - {"rep"}
-    if any(level != axes for level in levels[:zero]) or axes - {"dp", "ep", "cp"}:
+    if any(level != axes for level in levels[:zero]) or axes - {"dp", "ep", "etp", "cp"}:
         raise JobError(
             f"{item}: states along different axes; other systems share all states along the same"
         )
     return replace(
         layout,
-        dp=size("dp") * size("ep"),
+        dp=size("dp") * size("ep") * size("etp"),
         dp_replicate=size("rep") if "rep" in item.over else 1,
         zero=zero,
         over_cp=bool(zero) and "cp" in shared,

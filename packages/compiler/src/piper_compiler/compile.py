@@ -171,7 +171,7 @@ def check_strategy(strategy: Strategy) -> None:
     check_rows(mesh, written)
     sharing = {axis for item in shards if item.shares_tokens for axis in item.axes}
     over = {axis for item in written if isinstance(item, Replicate) for axis in item.over}
-    rows = [axis for item in shards if item.experts for axis in mesh.along(item.joined)]
+    rows = [axis for item in shards if item.experts for axis in item.meeting(mesh)]
     check_rows_named([axis for axis in rows if axis not in sharing], over)
 
 

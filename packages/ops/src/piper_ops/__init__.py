@@ -11,12 +11,12 @@ from piper_ops.attention.sdpa import attention, attention_dgrad
 from piper_ops.costing.attention_lowerings import is_written_on_cpu
 from piper_ops.costing.costs import KernelInfo, kernel_of, op_cost, own_costs
 from piper_ops.costing.registry import PORTABLE, Formula, PortableOp
+from piper_ops.costing.room import room_of_rounds
 from piper_ops.costing.workspace import (
     Workspace,
     cpu_workspace,
     cuda_workspace,
     peak_bytes_inside,
-    room_of_rounds,
 )
 from piper_ops.experts.biases import grouped_add, grouped_add_wgrad
 from piper_ops.experts.experts import (
@@ -32,9 +32,11 @@ from piper_ops.experts.experts import (
 )
 from piper_ops.experts.rounds import (
     ANY_ROWS,
+    AXIS,
     BODY,
     PLACED,
     ROUNDS,
+    WITHIN,
     ExpertBody,
     experts_checked,
     experts_drop,
@@ -132,9 +134,11 @@ __all__ = [
     "refusal_of_draw",
     "ExpertsOverflow",
     "ANY_ROWS",
+    "AXIS",
     "BODY",
     "PLACED",
     "ROUNDS",
+    "WITHIN",
     "ExpertBody",
     "experts_checked",
     "experts_drop",

@@ -46,7 +46,7 @@ FEWER_LATER = ("one_f_one_b", "interleaved", "zb_h1")
 """The recipes of schedules under which the later devices of a pipeline have fewer microbatches in flight."""
 AXES = ("tp", "cp", "ep", "pp")
 CHOICES = (
-    *AXES, "rows", "sequence", "attention", "fold", "schedule", "tiles", "keep", "graded", "away", "zero",
+    *AXES, "rows", "sequence", "attention", "fold", "cut", "schedule", "tiles", "keep", "graded", "away", "zero",
     "resident_mb",
 )  # fmt: skip
 """The parameters that may be fixed."""
@@ -175,7 +175,7 @@ class StrategySpace:
         zero = 1 if at["pp"] > 1 and self.scale.fits_whole(own, self._sharing(at)) else 3
         states = {"zero": zero, "resident_mb": 0, "prefetch": 1, "bucket_mb": 100.0}
         rest = {"keep": "inputs", "schedule": "1f1b", "sequence": True, "attention": "ring"}
-        rest["fold"] = False
+        rest |= {"fold": False, "cut": False}
         spared = {"graded": False, "away": 0.0}
         if self._is_short(at, tiles=1):
             tiles = TILES if self._tiled(at) else 1
@@ -233,11 +233,17 @@ class StrategySpace:
     def _shared_experts(
         self, trial: Any, at: Mapping[str, int], tokens_over: Sequence[str]
     ) -> RecipeCall:
-        """Return how devices share experts: along ep alone, or also along the axes that share the tokens of a row."""
+        """Return how devices share experts: along ep alone, or also along the axes that share the tokens of a row.
+
+        Along tp they may cut each expert instead.
+        """
         over = (*tokens_over, "ep")
         may = self.dropless and tokens_over and not self.experts % prod(at[axis] for axis in over)
         folded = may and self._choice(trial, "fold", (False, True))
-        return RecipeCall("expert_parallel", {"over": over} if folded else {})
+        if folded or not (self.dropless and "tp" in tokens_over):
+            return RecipeCall("expert_parallel", {"over": over} if folded else {})
+        cut = self._choice(trial, "cut", (False, True))
+        return RecipeCall("expert_parallel", {"hidden": "tp"} if cut else {})
 
     def _kept(
         self, trial: Any, at: Mapping[str, int], rows: int, stages: RecipeCall

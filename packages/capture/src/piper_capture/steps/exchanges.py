@@ -15,11 +15,14 @@ from piper_capture.values import aliasing
 from piper_ir.program.layout import StepCollective
 from piper_ops import (
     ANY_ROWS,
+    AXIS,
     BODY,
     COLLECTIVE_KINDS,
     ROUNDS,
+    WITHIN,
     all_reduce,
     experts_further_dgrad_,
+    experts_return,
     experts_return_dgrad,
 )
 
@@ -45,20 +48,28 @@ def _described(node: fx.Node) -> StepCollective:
 
 
 def _of_further_rounds(node: fx.Node) -> list[StepCollective]:
-    """Return the all-to-alls of a further round: rows there, then results back, or gradients there and back.
+    """Return the messages of a further round: rows there, then results back, or gradients there and back.
 
-    The number of rounds is known only in a run: a plan counts none.
+    Where devices cut each expert, rows are gathered after each all-to-all there, and sums are scattered before one
+    back. The number of rounds is known only in a run: a plan counts none.
     """
     other, rows = (aliasing.tensor(n) for n in node.args[:2])  # type: ignore[arg-type]  # nodes
     there, back = rows.nbytes, rows.shape[0] * other.shape[-1] * other.element_size()
-    each = (
-        (there, back, there)
-        if node.target in (experts_return_dgrad, experts_further_dgrad_)
-        else (there, back)
+    axis, within = str(node.args[AXIS]), str(node.args[WITHIN])
+    devices = aliasing.tensor(node.args[3]).shape[0] if within else 1  # type: ignore[arg-type]  # a node
+    cut_there, cut_back = (
+        [(kind, within, devices)] * bool(within) for kind in ("all_gather", "reduce_scatter")
     )
+    exchange = ("all_to_all", axis, 1)
+    out, home = [exchange, *cut_there], [*cut_back, exchange]
+    each = [*((there, *one) for one in out), *((back, *one) for one in out)]  # of a gradient
+    if node.target is experts_return:
+        each[len(out) :] = [(back, *one) for one in home]
+    elif node.target in (experts_return_dgrad, experts_further_dgrad_):
+        each += [(there, *one) for one in home]
     return [
-        StepCollective("all_to_all", str(node.args[5]), 0, "further rounds of experts", nbytes)
-        for nbytes in each
+        StepCollective(kind, over, 0, "further rounds of experts", nbytes * times)
+        for nbytes, kind, over, times in each
     ]
 
 

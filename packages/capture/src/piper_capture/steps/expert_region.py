@@ -38,8 +38,11 @@ def expert_regions(steps: Mapping[Step, StepGraph]) -> dict[Step, ExpertRegion]:
     sends = _calls(steps["F"].graph, experts_send)
     if not sends:
         return {}
-    rows = aliasing.tensor(sends[0].all_input_nodes[0]).shape[0]
-    places = prod(aliasing.tensor(sends[0]).shape[:2])
+    came = _calls(steps["F"].graph, experts_take)[0].all_input_nodes[0]
+    places = prod(aliasing.tensor(came).shape[:2])
+    # devices that cut each expert compute the rows of all of them
+    cut_by = places // prod(aliasing.tensor(sends[0]).shape[:2])
+    rows = cut_by * aliasing.tensor(sends[0].all_input_nodes[0]).shape[0]
     return {step: ExpertRegion(rows, places, Cost(tuple(_round(step, steps)))) for step in steps}
 
 

@@ -9,14 +9,16 @@
 
 A device has buffers for `bound` times the rows that each device would send if all experts were chosen equally often.
 The operators between `route` and `unroute` run on these buffers; they are also printed as the body of further rounds
-(`piper_ops.experts.rounds`). The chunk's forward function is rewritten, so that autograd derives all gradients.
+(`piper_ops.experts.rounds`). Where devices along another axis cut each expert, they gather the rows that came before
+`take`, and reduce-scatter the partial sums behind `give`. The chunk's forward function is rewritten, so that autograd
+derives all gradients.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -48,6 +50,7 @@ from piper_ops import (
     experts_return,
     experts_send,
     experts_take,
+    reduce_scatter,
     room_of_rounds,
     route,
     unroute,
@@ -70,6 +73,9 @@ class Routed:
         tokens: the tokens of a row.
         sharing: the axes whose devices share the tokens of a row, with their sizes. Each routes its own.
         axes: the axes, outermost first, of which `axis` is made; none if it is one axis.
+        hidden: the axes, outermost first, whose devices cut each expert, with their sizes.
+        cuts: for each stack that these cut, by its input, the dimension and the outer steps in it.
+        divided: the stacks of which each of these adds an equal part to its partial sum: biases of the second product.
     """
 
     axis: str
@@ -79,12 +85,26 @@ class Routed:
     tokens: int = field(default=0, repr=False)
     sharing: tuple[tuple[str, int], ...] = field(default=(), repr=False)
     axes: tuple[str, ...] = field(default=(), repr=False)
+    hidden: tuple[tuple[str, int], ...] = field(default=(), repr=False)
+    cuts: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
+    divided: tuple[int, ...] = field(default=(), repr=False)
+
+    @property
+    def within(self) -> str:
+        """Return the axes whose devices cut each expert as one text, fastest first; "" if experts are whole."""
+        return "+".join(axis for axis, _ in reversed(self.hidden))
+
+    @property
+    def cut_by(self) -> int:
+        """Return the number of devices that cut each expert."""
+        return prod(size for _, size in self.hidden)
 
     @property
     def text(self) -> str:
         """Return it as one text."""
         shares = f" {self.tokens} tokens over {self.sharing}" if self.sharing else ""
-        return f"{self!r}{shares}{' of '.join(('', *self.axes))}"
+        cut = f" {self.cuts} {self.divided} over {self.hidden}" if self.hidden else ""
+        return f"{self!r}{shares}{' of '.join(('', *self.axes))}{cut}"
 
     def own(self, spec: TensorSpec) -> TensorSpec:
         """Return the spec of a device's tokens of a value [rows x tokens, ...] or [rows, tokens, ...]."""
@@ -108,23 +128,21 @@ class RoutedLayouts:
     """Describe the placement of such a chunk's inputs: stacks are sharded along experts, all others replicated.
 
     Attributes:
-        axes: the axes along which stacks are sharded, outermost first.
-        sharing: the axes along which gradients of parameters are partial sums.
-        stacks: the indices of inputs that are stacks of matrices.
+        stacks: the placement of each stack of matrices, by its input.
         grads: the indices of inputs whose gradients it makes.
+        sharing: the axes along which gradients of parameters are partial sums.
     """
 
-    axes: tuple[str, ...]
-    stacks: frozenset[int]
+    stacks: Mapping[int, Layout]
     grads: frozenset[int]
     sharing: tuple[str, ...] = ()
     unshared: tuple[()] = ()
 
     def layout_of(self, number: int) -> Layout:
-        return tuple(DimPart(axis, 0) for axis in self.axes) if number in self.stacks else ()
+        return self.stacks.get(number, ())
 
     def summed(self, number: int) -> tuple[str, ...]:
-        own = self.axes if number in self.stacks else ()
+        own = {part.axis for part in self.layout_of(number)}
         return tuple(axis for axis in self.sharing if axis not in own)
 
 
@@ -145,8 +163,12 @@ class RoutedForms:
         """Return the placement of the parameters."""
         trained = {k for k, i in enumerate(self._inputs(FEW)) if i.needs_grad}
         sharing = tuple(axis for axis, _ in self._how.sharing)
-        axes = self._how.axes or (self._how.axis,)
-        return RoutedLayouts(axes, self._at(FEW).stacks, frozenset(trained), sharing)
+        experts = tuple(DimPart(axis, 0) for axis in self._how.axes or (self._how.axis,))
+        stacks = dict.fromkeys(sorted(self._at(FEW).stacks), experts)
+        for number, dim, outer in self._how.cuts:
+            cut = tuple(DimPart(axis, dim, outer) for axis, _ in self._how.hidden)
+            stacks[number] = (*experts, *cut)
+        return RoutedLayouts(stacks, frozenset(trained), sharing)
 
     def joint(self, rows: int, mask: Sequence[bool]) -> Joint:
         """Return the joint graph of a device."""
@@ -155,7 +177,7 @@ class RoutedForms:
             rewriting.body_text() if further else "", self._room(rows) if further else []
         )
         own = [
-            replace(i, example=rewriting.own(i.example)) if k in rewriting.stacks else i
+            replace(i, example=rewriting.own(k)) if k in rewriting.stacks else i
             for k, i in enumerate(self._inputs(rows))
         ]
         joint = trace_joint(rewritten, own, mask)
@@ -306,9 +328,14 @@ class _Rewriting:
         self._rows_count, self._mean = rows, tokens // rows * choices / self._how.degree
         return rows * min(math.ceil(self._how.bound * self._mean), tokens // rows * choices)
 
-    def own(self, example: Tensor) -> Tensor:
-        """Return a device's shard of a stack."""
-        return example.new_empty((example.shape[0] // self._how.degree, *example.shape[1:]))
+    def own(self, number: int) -> Tensor:
+        """Return a device's shard of a stack, an input."""
+        example = self._inputs[number].example
+        sizes = [example.shape[0] // self._how.degree, *example.shape[1:]]
+        for k, dim, _ in self._how.cuts:
+            if k == number:
+                sizes[dim] //= self._how.cut_by
+        return example.new_empty(sizes)
 
     def body_text(self) -> str:
         """Return the source of the nodes between the two, for the number of rows of a device's buffers.
@@ -318,28 +345,43 @@ class _Rewriting:
         graph = fx.Graph()
         env = {self._rows: graph.placeholder("rows"), self._counts: graph.placeholder("counts")}
         env |= {node: graph.placeholder(f"weight{k}") for k, node in enumerate(self._stacks)}
-        for node in self._body:
-            env[node] = graph.node_copy(node, env.__getitem__)
+        self._add_body(graph, env)
         graph.output((env[self._result],))  # type: ignore[index]  # a node
         module = fx.GraphModule(self._module, graph)
-        joint = trace_joint(module, [JointInput("value", t) for t in self.body_inputs()], (False,))
+        joint = self._body_joint(module)
         step = phases.cut(joint).steps["F"]
         return generate("F", step, schedule(step), joint.constants).source + (
             ANY_ROWS if takes_any_rows(joint.graph) else ""
         )
+
+    def _body_joint(self, module: fx.GraphModule) -> Joint:
+        """Return the graph of the body; raise DirectiveError if it is written for all hidden elements of an expert."""
+        try:
+            return trace_joint(
+                module, [JointInput("value", t) for t in self.body_inputs()], (False,)
+            )
+        except RuntimeError as error:
+            if not self._how.hidden:
+                raise
+            raise self._fail(
+                f"an operation between route and unroute is written for all hidden elements of an expert, which "
+                f"{self._how.cut_by} devices along {self._how.within} cut: {str(error).splitlines()[0]}"
+            ) from error
 
     def body_inputs(self) -> list[Tensor]:
         """Return meta tensors like the arguments of the body."""
         source = self._shapes.found[self._rows]
         assert isinstance(source, Tensor)
         rows = torch.empty(
-            (self._how.degree * self.slot, source.shape[1]), dtype=source.dtype, device="meta"
+            (self._how.cut_by * self._how.degree * self.slot, source.shape[1]),
+            dtype=source.dtype,
+            device="meta",
         )
         counts = torch.empty(self.experts // self._how.degree, dtype=torch.int64, device="meta")
-        return [rows, counts, *(self.own(self._example(n)).to("meta") for n in self._stacks)]
+        return [rows, counts, *(self.own(self._number(n)).to("meta") for n in self._stacks)]
 
-    def _example(self, node: fx.Node) -> Tensor:
-        return self._inputs[self._module.graph.find_nodes(op="placeholder").index(node)].example
+    def _number(self, node: fx.Node) -> int:
+        return self._module.graph.find_nodes(op="placeholder").index(node)
 
     def room(self, body: str) -> list[int]:
         """Return the workspace bytes of further rounds."""
@@ -347,18 +389,19 @@ class _Rewriting:
         assert isinstance(self._result, fx.Node)
         count, width = self._shapes.shape(self._rows)[0], self._shapes.shape(self._result)[1]
         table = torch.empty((self._how.degree, self.experts), dtype=torch.int64, device="meta")
+        every = table.new_empty((self._how.cut_by, *table.shape)) if self._how.hidden else table
         back = rows.new_empty((self._how.degree, self.slot, width))
         home = rows.new_empty((count, rows.shape[1]))
         wanted = [self._trained(n) for n in self._stacks]
-        forms = *((t.shape, t.dtype) for t in (home, back, *weights)), table.shape
+        forms = *((t.shape, t.dtype) for t in (home, back, *weights)), every.shape
         key = body, forms, tuple(wanted)
         if key not in _ROOM:
             on_meta = ExpertBody(compile_step(StepCode(body), "meta"), body.endswith(ANY_ROWS))
-            _ROOM[key] = room_of_rounds(home, back, table, weights, on_meta, wanted)
+            _ROOM[key] = room_of_rounds(home, back, table, every, weights, on_meta, wanted)
         return _ROOM[key]
 
     def _trained(self, node: fx.Node) -> bool:
-        return self._inputs[self._module.graph.find_nodes(op="placeholder").index(node)].needs_grad
+        return self._inputs[self._number(node)].needs_grad
 
     def module(self, body: str, room: Sequence[int]) -> fx.GraphModule:
         """Return the forward function of a device."""
@@ -386,28 +429,45 @@ class _Rewriting:
         counts = graph.call_function(operator.getitem, (routed, 1))
         if drops:
             counts = graph.call_method("narrow", (counts, 0, 0, self.experts))
-        table = graph.call_function(all_gather, (counts, how.axis, how.degree))
+        table = every = graph.call_function(all_gather, (counts, how.axis, how.degree))
+        if how.hidden:
+            every = graph.call_function(all_gather, (table, how.within, how.cut_by))
         if how.overflow == "error":
-            table = graph.call_function(
-                experts_checked, (table, self.slot, float(how.bound), self._rows_count, self._mean)
+            every = graph.call_function(
+                experts_checked, (every, self.slot, float(how.bound), self._rows_count, self._mean)
             )
-        self._table = table
-        sent = graph.call_function(experts_send, (self._home_rows, table, 0, self.slot))
+        self._table, self._every = table if how.hidden else every, every
+        sent = graph.call_function(experts_send, (self._home_rows, self._table, 0, self.slot))
         came = graph.call_function(all_to_all, (sent, how.axis, how.degree))
-        taken = graph.call_function(experts_take, (came, table, 0))
+        if how.hidden:
+            came = graph.call_function(all_gather, (came, how.within, how.cut_by))
+            came = graph.call_method("flatten", (came, 0, 1))
+        taken = graph.call_function(experts_take, (came, every, 0))
         env[self._rows], env[self._counts] = (
             graph.call_function(operator.getitem, (taken, k)) for k in range(2)
         )
-        for node in (routed, table, sent, came, taken):
+        for node in (routed, table, every, sent, came, taken):
             node.meta = dict(self._route.meta)
+
+    def _add_body(self, graph: fx.Graph, env: dict[fx.Node, fx.Node]) -> None:
+        """Copy the nodes between the two."""
+        parts = {
+            node: graph.call_function(operator.truediv, (env[node], self._how.cut_by))
+            for node in self._stacks
+            if self._number(node) in self._how.divided
+        }
+        for node in self._body:
+            env[node] = graph.node_copy(node, lambda n: parts.get(n) or env[n])
 
     def _add_return(
         self, graph: fx.Graph, env: dict[fx.Node, fx.Node], body: str, room: Sequence[int]
     ) -> None:
         how = self._how
-        for node in self._body:
-            env[node] = graph.node_copy(node, env.__getitem__)
-        outgoing = graph.call_function(experts_give, (env[self._result], self._table, 0))  # type: ignore[index]  # a node
+        self._add_body(graph, env)
+        outgoing = graph.call_function(experts_give, (env[self._result], self._every, 0))  # type: ignore[index]  # a node
+        if how.hidden:
+            outgoing = graph.call_method("unflatten", (outgoing, 0, (how.cut_by, how.degree)))
+            outgoing = graph.call_function(reduce_scatter, (outgoing, how.within, how.cut_by))
         back = graph.call_function(all_to_all, (outgoing, how.axis, how.degree))
         if how.overflow == "rounds":
             weights = [env[n] for n in self._stacks]
@@ -415,9 +475,11 @@ class _Rewriting:
                 back,
                 self._home_rows,
                 self._table,
+                self._every,
                 weights,
                 body,
                 how.axis,
+                how.within,
                 self.slot,
                 0,
                 list(room),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 
@@ -26,6 +27,7 @@ from piper_capture.module.untagged_experts import SELECT_EXPERTS, way_to_experts
 from piper_capture.steps.routed import Routed
 from piper_capture.store.assemble import TRACE_ROWS
 from piper_capture.store.captured import Captured
+from piper_capture.store.expert_cuts import Cuts, cuts_of
 from piper_ir.ground.errors import DirectiveError
 from piper_ir.ground.sizes import Affine, TensorSpec
 from piper_ir.program.layout import BOUND, EXPERTS, OVERFLOWS, Sharding
@@ -70,6 +72,7 @@ class ExpertChunks:
         self._captured, self._asked, self._params = captured, asked, params
         self._chunks = {c.id: c for c in captured.program.chunks}
         selected = asked.selection
+        self._cut: dict[str, Cuts] = {}
         self._inside = {
             id
             for id, c in self._chunks.items()
@@ -114,20 +117,41 @@ class ExpertChunks:
         }
         return each.pop() if len(each) == 1 else 0
 
-    def routed(self, sharing: tuple[tuple[str, int], ...]) -> Routed:
-        """Return how devices trade rows inside of chunks; along the axes `sharing` they share the tokens of a row."""
+    def routed(self, chunk: Chunk, sharing: tuple[tuple[str, int], ...]) -> Routed:
+        """Return how devices trade rows inside of a chunk; along the axes `sharing` they share the tokens of a row."""
         asked = self._asked
         axes = tuple(axis for axis, _ in asked.folded)
-        return Routed(
-            self.axis, asked.degree, asked.bound, asked.overflow, self.tokens, sharing, axes
-        )
+        how = Routed(
+            self.axis, asked.degree, asked.bound, asked.overflow, self.tokens, sharing, axes,
+            asked.hidden,
+        )  # fmt: skip
+        if not asked.hidden:
+            return how
+        cuts = self._cuts(chunk, how)
+        return replace(how, cuts=cuts.stacks, divided=cuts.divided)
+
+    def _cuts(self, chunk: Chunk, how: Routed) -> Cuts:
+        """Return where devices cut the experts of a chunk."""
+        if chunk.code not in self._cut:
+            joint = self._captured.code.joint(chunk.code, TRACE_ROWS[0][0])
+            cuts = cuts_of(joint, how.within, how.cut_by)
+            if isinstance(cuts, str):
+                raise self._fail(
+                    f"hidden={how.within!r}: {how.cut_by} devices cannot cut the experts of {chunk.id}: {cuts}"
+                )
+            self._cut[chunk.code] = cuts
+        return self._cut[chunk.code]
 
     def check_tokens(self, sharing: tuple[tuple[str, int], ...]) -> None:
         """Raise DirectiveError for dropless mixtures whose tokens the devices of these axes cannot share."""
-        if self._asked.folded and self._routing != self._inside:
+        if (self._asked.folded or self._asked.hidden) and self._routing != self._inside:
+            way = (
+                'such experts are cut by shard(where(), over="tp"), over devices that have the same tokens'
+                if self._asked.hidden
+                else "devices share such experts over one axis, and dropless ones over several"
+            )
             raise self._fail(
-                f"{min(self._inside - self._routing)} has places for so many tokens as its capacity says; devices share "
-                f"such experts over one axis, and dropless ones over several"
+                f"{min(self._inside - self._routing)} has places for so many tokens as its capacity says; {way}"
             )
         if not self._routing or not sharing:
             return
@@ -137,7 +161,7 @@ class ExpertChunks:
                 f"{min(self._routing)} sorts {self.tokens or 'several numbers of'} tokens of a row by expert, which "
                 f"{devices} devices along {over} cannot share equally"
             )
-        how = self.routed(sharing)
+        how = Routed(self.axis, self._asked.degree, 0.0, "", self.tokens, sharing)
         for code in dict.fromkeys(self._chunks[id].code for id in sorted(self._routing)):
             chunk = next(c for c in self._experts_chunks if c.code == code)
             if node := tokens_met(chunk, self._captured.code.joint(code, TRACE_ROWS[0][0]), how):

@@ -77,9 +77,12 @@ def _made(captured: Captured, asked: tuple[Sharding, ...], rows: int | None) -> 
     expert_chunks = ExpertChunks(apart, wanted, params)
     others = _split(apart, tuple(s for s in asked if not s.experts), expert_chunks)
     parts = {s.over: s.axes for s in others if len(s.split) > 1}
-    if any(axis in parts for axis, _ in wanted.axes):
-        folded = [one for axis in wanted.axes for one in parts.get(axis[0], (axis,))]
-        wanted = replace(wanted, folded=tuple(folded))
+    if any(axis in parts for axis, _ in (*wanted.axes, *wanted.hidden)):
+        folded, hidden = (
+            tuple(one for axis in axes for one in parts.get(axis[0], (axis,)))
+            for axes in (wanted.axes, wanted.hidden)
+        )
+        wanted = replace(wanted, folded=folded if len(folded) > 1 else (), hidden=hidden)
         expert_chunks = ExpertChunks(apart, wanted, params)
     expert_chunks.check_tokens(_token_axes(others))
     return _Shared(apart, (*others, wanted), rows, expert_chunks).captured()
@@ -180,7 +183,8 @@ class _Shared:
         self._ties.settle()
         chunks = tuple(self._chunk(c) for c in program.chunks)
         axes = tuple(axis for s in self._asked if not s.experts for axis in s.axes)
-        along = tuple(axis for s in self._asked if s.experts for axis in s.axes if axis not in axes)
+        of_experts = (a for s in self._asked if s.experts for a in (*s.hidden, *s.axes))
+        along = tuple(axis for axis in of_experts if axis not in axes)
         params = self._params(program.params, chunks, {axis for axis, _ in along})
         shared_program = replace(
             program, chunks=chunks, params=params, axes=axes, experts=along, variants=()
@@ -221,7 +225,7 @@ class _Shared:
     def _code(self, chunk: Chunk, agreed: Agreed) -> str:
         store, asked, code = self._captured.code, self._asked_of(chunk), chunk.code
         if self._experts is not None and self._routes(chunk):
-            return store.routed(code, self._experts.routed(_token_axes(self._asked)))
+            return store.routed(code, self._experts.routed(chunk, _token_axes(self._asked)))
         agreed = with_tables(agreed, chunk, self._constants, self._masks)
         agreed = with_flat(agreed, chunk, self._flat, self._row_tokens)
         if any(one.cut for one in asked):

@@ -54,6 +54,10 @@ Legality
     [experts, ...] are read. Where another `shard` divides its tokens, its other operations treat each token alone.
 14. `cut` is True or False. It stands without `stream`, index="tokens" and `keep`, and no other `shard` stands beside
     it. No chunk draws random numbers: their order is that of a whole layer.
+15. `hidden` stands with stream="rows" alone, for dropless mixtures: axes other than `over`, along which devices have
+    tokens of their own, too: by another `shard`, or by `replicate`, which names them then. They divide the hidden
+    elements of each expert, every stack has such a dimension but biases of the second product, and between `route`
+    and `unroute` nothing needs the sum of that product.
 """
 
 from __future__ import annotations
@@ -124,6 +128,8 @@ class Shard:
             other one if all experts were chosen equally often.
         overflow: the treatment of more rows: "rounds" sends them in further rounds, which takes time and no memory;
             "error" ends the run; "drop" leaves out the last tokens, as a capacity does.
+        hidden: the axes whose devices cut each expert of a dropless mixture along its hidden elements, while they
+            exchange rows over the others (expert tensor parallelism): all compute the rows of all of them.
         cut: whether chunks are cut where devices begin and end to share their work, so that sums are made between them
             and can be hidden. A plan has several times as many instructions then.
         site: where the user wrote it.
@@ -141,13 +147,15 @@ class Shard:
     bound: float = BOUND
     overflow: Overflow = "rounds"
     cut: bool = False
+    hidden: str | tuple[str, ...] = ""
     site: str = site_field()
 
     def __post_init__(self) -> None:
-        named = as_names(self.over)
-        # all others are refused by `check_form`
-        if isinstance(named, tuple) and named and all(isinstance(axis, str) for axis in named):
-            object.__setattr__(self, "over", "+".join(named))
+        for name in ("over", "hidden"):
+            named = as_names(getattr(self, name))
+            # all others are refused by `check_form`
+            if isinstance(named, tuple) and named and all(isinstance(axis, str) for axis in named):
+                object.__setattr__(self, name, "+".join(named))
 
     def check(self, graph: Graph) -> None:
         self.check_form()
@@ -247,6 +255,7 @@ class Shard:
             )
         self._check_bound()
         self._check_cut()
+        self._check_hidden()
         if not self.experts:
             if (self.channel or self.sms is not None) and not self.cut:
                 text = 'channel and sms are for exchanges between chunks: use stream="rows" or cut=True, or leave them out'
@@ -278,12 +287,24 @@ class Shard:
                 f"cut=True and {other}: only sums are made between chunks; leave one of the two out",
             )
 
+    def _check_hidden(self) -> None:
+        if not isinstance(self.hidden, str) or not set(self.hidden_axes) <= set(AXES):
+            text = f"hidden={self.hidden!r}; {', '.join(sorted(AXES))} are accepted, one or more of them"
+            raise fail(self, 15, text)
+        if self.hidden and not self.experts:
+            text = 'it says which devices cut experts that are exchanged; use stream="rows", or leave it out'
+            raise fail(self, 15, f"hidden={self.hidden!r}: {text}")
+        every = (*self.axes, *self.hidden_axes)
+        if self.experts and len({*every}) < len(every):
+            text = "devices have different experts over an axis, or cut each: name it once"
+            raise fail(self, 15, f"over={self.over!r}, hidden={self.hidden!r}: {text}")
+
     def _check_experts(self, graph: Graph) -> None:
         """Raise DirectiveError if the program was not made for experts that devices share."""
         if not graph.mesh.along(self.joined):
             return
         known = {*graph.program.experts, *graph.program.axes}
-        if not {(a, graph.mesh.size(a)) for a in graph.mesh.along(self.joined)} <= known:
+        if not {(a, graph.mesh.size(a)) for a in self.meeting(graph.mesh)} <= known:
             raise fail(
                 self,
                 4,
@@ -342,6 +363,15 @@ class Shard:
         return tuple(self.joined.split("+"))
 
     @property
+    def hidden_axes(self) -> tuple[str, ...]:
+        """Return the axes whose devices cut each expert."""
+        return tuple(str(self.hidden).split("+")) if self.hidden else ()
+
+    def meeting(self, mesh: Mesh) -> tuple[str, ...]:
+        """Return the axes of a mesh whose devices exchange or gather rows for experts."""
+        return mesh.along("+".join((*self.axes, *self.hidden_axes)))
+
+    @property
     def experts(self) -> bool:
         """Return whether it shares experts, and rows everywhere else."""
         return self.stream == ROWS
@@ -381,12 +411,18 @@ class Shard:
             overflow=self.overflow,
             cut=self.cut,
             folded=along if len(along) > 1 else (),
+            hidden=tuple(
+                (axis, mesh.size(axis)) for axis in reversed(mesh.along("+".join(self.hidden_axes)))
+            ),
         )
 
     def prepare(self, request: CaptureRequest, seen: Preparation) -> CaptureRequest:
         """Ask for code in which the devices of the axis share the work, if it has more than one."""
         self.check_form()
         if not seen.mesh.along(self.joined):
+            if self.hidden and seen.mesh.along("+".join(self.hidden_axes)):
+                text = f"{seen.mesh} has no {self.over}, so that no rows are exchanged; shard(where()) cuts experts then"
+                raise fail(self, 15, text)
             return request
         for item in seen.before:
             if isinstance(item, Shard) and seen.mesh.along(item.joined):
@@ -397,7 +433,7 @@ class Shard:
     def _check_beside(self, other: Shard) -> None:
         """Raise DirectiveError if it cannot stand behind another one."""
         same = (other.context, other.experts) == (self.context, self.experts)
-        twice = set(other.axes) & set(self.axes)
+        twice = {*other.axes, *other.hidden_axes} & {*self.axes, *self.hidden_axes}
         folds = self.experts != other.experts and (self.shares_tokens or other.shares_tokens)
         if same or (twice and not folds):
             text = f"{describe(other)} shares the same already, over {other.joined}; keep one of the two"
@@ -412,11 +448,12 @@ class Shard:
         if not self.experts:
             return
         others = [d for d in seen.directives if isinstance(d, Shard) and not d.experts]
-        for axis in seen.mesh.along(self.joined):
+        for axis in self.meeting(seen.mesh):
             whole = [d for d in others if axis in d.axes and not d.shares_tokens]
             if whole:
+                name = "over" if axis in seen.mesh.along(self.joined) else "hidden"
                 text = (
-                    f"over={self.over!r}: devices along {axis} have the same tokens by {describe(whole[0])}, so they "
+                    f"{name}={getattr(self, name)!r}: devices along {axis} have the same tokens by {describe(whole[0])}, so they "
                     f'would send the same rows; write stream="tokens" there, or another axis here'
                 )
                 raise fail(self, 2, text)
@@ -425,7 +462,8 @@ class Shard:
         if not (self.experts or self.cut) or not graph.mesh.along(self.joined):
             return graph
         edit = graph.edit()
-        own = [axis for axis in self.axes if axis in dict(graph.program.experts)]
+        named = (*self.axes, *self.hidden_axes)
+        own = [axis for axis in named if axis in dict(graph.program.experts)]
         for axis in own if self.experts else self.axes:
             edit.exchanges[axis] = EdgeExchange(self.channel or axis, self.sms)
         return edit.done()

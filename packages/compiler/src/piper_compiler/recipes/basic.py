@@ -154,6 +154,7 @@ def expert_parallel(
     sms: int | None = None,
     bound: float = 1.25,
     overflow: Overflow = "rounds",
+    hidden: str | tuple[str, ...] = "",
 ) -> tuple[Directive, ...]:
     """Let the devices along a mesh axis share the experts of a mixture, and have rows of their own elsewhere.
 
@@ -162,7 +163,9 @@ def expert_parallel(
     the experts is replicated along both. `over` is a factor of the replicas, so dp may be 1. Dropless experts also take
     `over=("tp", "ep")` beside `tensor_parallel(sequence=True)`, or cp: then the devices along all of these share the
     experts, and `data_parallel` names ep alone, as tokens are shared along the others. It is written before the recipes
-    of pipelines, and composes with `tensor_parallel`. `bound` and `overflow` are for dropless mixtures, `channel` and
+    of pipelines, and composes with `tensor_parallel`. Along `hidden`, other axes of these kinds, devices also cut each
+    dropless expert (expert tensor parallelism): "tp" beside `tensor_parallel(sequence=True)`, or "etp", which
+    `data_parallel` names. `bound` and `overflow` are for dropless mixtures, `channel` and
     `sms` for mixtures with a capacity.
     """
     asked = shard(
@@ -174,6 +177,7 @@ def expert_parallel(
         sms=sms,
         bound=bound,
         overflow=overflow,
+        hidden=hidden,
     )
     return (asked,)
 

@@ -39,7 +39,9 @@ def _impossible(described: JobDescription) -> list[str]:
         lines.append(
             f"hybrid sharding (rep={layout.dp_replicate}); nearest: one group, dp={layout.replicas}"
         )
-    if layout.ep > 1 and layout.tp * layout.cp > 1:
+    if layout.hidden:
+        lines.append("experts that devices cut; nearest: whole ones over more devices")
+    elif layout.ep > 1 and layout.tp * layout.cp > 1:
         lines.append("experts beside tp or cp; nearest: tp=cp=1")
     if layout.zero == 3 and not layout.reshard:
         lines.append(

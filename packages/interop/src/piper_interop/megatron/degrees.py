@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from piper_interop.megatron import stages
-from piper_interop.neutral.described import axes_of_experts
+from piper_interop.neutral.described import ExpertAxes, axes_of_experts
 from piper_interop.neutral.foreign import Foreign
 from piper_ir.ground.errors import JobError
 
@@ -43,13 +43,17 @@ class Degrees:
         return self.ep * self.etp // self.tp if self.ep * self.etp % self.tp == 0 else 0
 
     @property
-    def folded(self) -> tuple[int, tuple[str, ...]] | None:
-        """Return the devices that share whole experts, as many parameters on each, and the axes that these lie along.
+    def cut(self) -> ExpertAxes | None:
+        """Return the axes of experts that etp devices cut; None if some lie along a part of an axis.
 
-        None if they take a part of an axis (Megatron-LM, core/parallel_state.py, `expert_decoder_rank_generator`).
+        The order is that of Megatron-LM, core/parallel_state.py, `expert_decoder_rank_generator`.
         """
-        axes = axes_of_experts(self.ep * self.etp, self.tp, self.cp, self.dp)
-        return None if axes is None else (self.ep * self.etp, axes)
+        return axes_of_experts(self.ep, self.tp, self.cp, self.dp, self.etp)
+
+    @property
+    def exchanged(self) -> ExpertAxes | None:
+        """Return the axes of exchanged experts: as `cut`, or of whole ones over ep x etp devices."""
+        return self.cut or axes_of_experts(self.ep * self.etp, self.tp, self.cp, self.dp)
 
 
 def degrees(foreign: Foreign) -> Degrees:

@@ -20,6 +20,7 @@ from piper_interop.megatron.table_model import exchanged, mixture, parts_again
 from piper_interop.megatron.table_strategy import sharded
 from piper_interop.neutral.described import (
     DeviceLayout,
+    ExpertAxes,
     Float8Layers,
     JobDescription,
     OffloadedTensors,
@@ -187,10 +188,9 @@ def _layout(foreign: Foreign, found: Degrees, asked: Asked) -> DeviceLayout:
     group = foreign.get("microbatch-group-size-per-virtual-pipeline-stage")
     zero, copies = _zero(foreign), foreign["num-distributed-optimizer-instances"]
     copies = copies if zero else 1
-    experts = found.experts_cut_alike if found.etp != found.tp else found.ep
-    folded: tuple[str, ...] = ()
-    if exchanged(foreign) and found.folded is not None:
-        experts, folded = found.folded
+    experts = ExpertAxes(found.experts_cut_alike if found.etp != found.tp else found.ep)
+    if exchanged(foreign) and found.exchanged is not None:
+        experts = found.exchanged
     return DeviceLayout(
         tp=found.tp,
         sequence=foreign["sequence-parallel"] and found.tp > 1,
@@ -204,8 +204,10 @@ def _layout(foreign: Foreign, found: Degrees, asked: Asked) -> DeviceLayout:
         units=units,
         dp=found.dp // copies,
         dp_replicate=copies,
-        ep=experts if mixture(foreign) else 1,
-        folded=folded,
+        ep=experts.ep if mixture(foreign) else 1,
+        folded=experts.folded,
+        hidden=experts.hidden,
+        etp=experts.etp,
         zero=zero,
         over_cp=bool(zero) and found.cp > 1,
         reshard=not (

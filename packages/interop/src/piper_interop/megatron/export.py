@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from piper_interop.megatron.describe import PP_FIRST, WHOLE_MB
 from piper_interop.megatron.export_sizes import write_sizes
 from piper_interop.megatron.exported import WrittenOptions
 from piper_interop.megatron.sizes import parts_of, policy_of
 from piper_interop.megatron.stages import counts_of, layout
-from piper_interop.neutral.described import USUAL_SCALE, DeviceLayout, JobDescription, Recomputation
+from piper_interop.neutral.described import (
+    USUAL_SCALE,
+    DeviceLayout,
+    ExpertAxes,
+    JobDescription,
+    Recomputation,
+    axes_of_experts,
+)
 from piper_interop.neutral.system import Exported
 from piper_interop.neutral.writer import check_batch
 from piper_ir.program.ops import BESIDE, WITHIN
@@ -151,19 +160,22 @@ def _shared(described: JobDescription, options: WrittenOptions) -> None:
 
 
 def _expert_axes(described: JobDescription, options: WrittenOptions) -> None:
-    """Say that experts are whole; Megatron's lie along tp, then cp, then the replicas."""
+    """Say how many devices cut each expert; they lie along tp, cp and the replicas, followed by the other experts."""
     plan = described.layout
     dropless = described.sizes.fields["experts"].fields.get("capacity_factor") is None
-    if not dropless or plan.tp * plan.cp == 1:
+    if not dropless or (plan.tp * plan.cp == 1 and not plan.hidden):
         return
-    axes = tuple(axis for axis, size in (("tp", plan.tp), ("cp", plan.cp)) if size > 1)
-    whole = tuple(axis for axis in axes if axis in plan.folded)
-    if whole != axes[: len(whole)] or (plan.sharing_replicas > 1 and whole != axes):
+    sizes = {"tp": plan.tp, "cp": plan.cp, "etp": plan.etp}
+    cut_by = prod(sizes[axis] for axis in plan.hidden)
+    asked = ExpertAxes(plan.ep, plan.folded, plan.hidden, plan.etp)
+    if axes_of_experts(plan.ep, plan.tp, plan.cp, plan.replicas, cut_by) != asked:
+        axes = [axis for axis in ("tp", "cp") if sizes[axis] > 1]
+        hidden = f", cut over {', '.join(plan.hidden)}" if plan.hidden else ""
         options.refuse(
-            f"experts over {', '.join((*plan.folded, 'ep'))} beside {' and '.join(axes)}",
+            f"experts over {', '.join((*plan.folded, 'ep'))}{hidden} beside {' and '.join(axes)}",
             f"expert_parallel(over={(*axes, 'ep')!r})",
         )
-    options.add("expert-tensor-parallel-size", 1 if plan.tp > 1 else None)
+    options.add("expert-tensor-parallel-size", cut_by if cut_by != plan.tp else None)
 
 
 def _pipeline(described: JobDescription, options: WrittenOptions) -> None:

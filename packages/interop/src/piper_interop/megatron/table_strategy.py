@@ -47,7 +47,8 @@ def _experts_differ(foreign: Foreign) -> bool:
 
 def _experts_whole(foreign: Foreign) -> bool:
     """Return whether whole experts stand for ones that are cut."""
-    return exchanged(foreign) and degrees(foreign).etp > 1
+    found = degrees(foreign)
+    return exchanged(foreign) and found.etp > 1 and not found.cut
 
 
 def _experts_do_not_fit(foreign: Foreign) -> bool:
@@ -56,9 +57,9 @@ def _experts_do_not_fit(foreign: Foreign) -> bool:
     if not mixture(foreign) or not found.devices:
         return False
     if exchanged(foreign):
-        folded = found.folded
+        axes = found.exchanged
         alike = found.tp > 1 and not foreign["sequence-parallel"]
-        return alike or folded is None or foreign["num-experts"] % folded[0] != 0
+        return alike or axes is None or foreign["num-experts"] % axes.ep != 0
     whole = found.experts_cut_alike if found.etp != found.tp else found.ep
     return whole < 1 or found.dp % whole != 0
 
@@ -175,7 +176,7 @@ STRATEGY: OptionTable = {
             unless=(1,),
             when=_experts_whole,
         ),
-        Mapped("ep"),
+        Mapped("ep: hidden"),
     ),
     "use-tp-pp-dp-mapping": Mapped("mesh: order"),
     # batch

@@ -20,21 +20,52 @@ def literal(value: Any) -> str:
     return repr(value)
 
 
-def axes_of_experts(devices: int, tp: int, cp: int, replicas: int) -> tuple[str, ...] | None:
-    """Return the axes beside the replicas along which so many devices with different experts lie.
+@dataclass(frozen=True)
+class ExpertAxes:
+    """Say along which axes the devices of a mixture's experts lie.
 
-    Ranks that share experts follow each other, so they lie along tp, then along cp, then along replicas. None if they
-    take a part of an axis.
+    Attributes:
+        ep: devices with different experts.
+        folded: the axes along which these lie beside the replicas: "tp" and "cp", or neither.
+        hidden: the axes along which devices cut each expert: "tp", "cp", and "etp" for replicas.
+        etp: the replicas among the latter.
     """
-    rest, axes = devices, list[str]()
-    for axis, size in (("tp", tp), ("cp", cp)):
-        if size == 1 or rest == 1:
+
+    ep: int = 1
+    folded: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+    etp: int = 1
+
+
+def axes_of_experts(
+    devices: int, tp: int, cp: int, replicas: int, cut_by: int = 1
+) -> ExpertAxes | None:
+    """Return the axes of so many devices with different experts, each of which `cut_by` devices cut.
+
+    Ranks that cut an expert are neighbours, and then groups of them with other experts: along tp, cp, and the replicas.
+    None if they take a part of an axis.
+    """
+    axes = {"tp": tp, "cp": cp}
+    hidden, in_replicas = _taken(axes, cut_by)
+    folded, rest = _taken(
+        {} if in_replicas > 1 else {a: n for a, n in axes.items() if a not in hidden}, devices
+    )
+    if in_replicas < 1 or rest < 1 or replicas % (in_replicas * rest):
+        return None
+    return ExpertAxes(devices, folded, (*hidden, *["etp"] * (in_replicas > 1)), in_replicas)
+
+
+def _taken(axes: Mapping[str, int], devices: int) -> tuple[tuple[str, ...], int]:
+    """Return the axes that so many devices take, and how many are left for each; 0 if they take a part of one."""
+    taken = list[str]()
+    for axis, size in axes.items():
+        if devices == 1 or size == 1:
             continue
-        if rest % size:
-            return None
-        rest //= size
-        axes.append(axis)
-    return None if replicas % rest else tuple(axes)
+        if devices % size:
+            return (), 0
+        devices //= size
+        taken.append(axis)
+    return tuple(taken), devices
 
 
 @dataclass(frozen=True)
@@ -124,6 +155,8 @@ class DeviceLayout:
         dp_replicate: groups of these that hold the same shards (hybrid sharding).
         ep: devices that share experts, all of them.
         folded: the axes beside those of the replicas of which these devices are made: "tp" and "cp", or neither.
+        hidden: the axes along which devices cut each expert: "tp", "cp", and "etp" for replicas; none for whole ones.
+        etp: the replicas whose devices cut each expert.
         zero: the states that are sharded: 0 none, 1 the optimizer's, 2 gradients too, 3 parameters too.
         over_cp: whether states are sharded over cp, too.
         reshard: whether gathered parameters are dropped after the forward and gathered again (zero=3).
@@ -148,6 +181,8 @@ class DeviceLayout:
     dp_replicate: int = 1
     ep: int = 1
     folded: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+    etp: int = 1
     zero: int = 0
     over_cp: bool = False
     reshard: bool = True

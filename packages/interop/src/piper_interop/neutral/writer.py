@@ -154,8 +154,9 @@ def mesh(layout: DeviceLayout) -> dict[str, int]:
     sizes = {
         "pp": layout.pp,
         "rep": layout.dp_replicate,
-        "dp": layout.dp // layout.sharing_replicas,
+        "dp": layout.dp // layout.sharing_replicas // layout.etp,
         "ep": layout.sharing_replicas,
+        "etp": layout.etp,
         "cp": layout.cp,
         "tp": layout.tp,
     }
@@ -171,10 +172,10 @@ def calls(described: JobDescription) -> Iterator[tuple[str, str]]:
         yield "cp", f"*recipes.context_parallel(attention={literal(layout.attention)})"
     if layout.ep > 1:
         axes = (*layout.folded, *(["ep"] if layout.sharing_replicas > 1 else []))
-        yield (
-            "ep",
-            f"*recipes.expert_parallel({'' if axes == ('ep',) else f'over={literal(axes)}'})",
-        )
+        how = {} if axes == ("ep",) else {"over": axes}
+        if layout.hidden:
+            how["hidden"] = layout.hidden
+        yield "ep", f"*recipes.expert_parallel({_arguments(how)})"
     part = "pp" if layout.pp > 1 else "batch"
     yield from ((part, call) for call in _pipeline(described))
     if described.loss_tiles > 1:
@@ -226,6 +227,8 @@ def _offload(offload: OffloadedTensors) -> str:
 def _replicated(layout: DeviceLayout) -> dict[str, Any]:
     """Return the arguments of `recipes.data_parallel`."""
     shards = ["dp", *(["ep"] if layout.sharing_replicas > 1 else [])]
+    if layout.etp > 1:
+        shards.append("etp")
     if layout.zero and layout.over_cp and layout.cp > 1:
         shards.append("cp")
     how: dict[str, Any] = {"over": tuple(shards)}

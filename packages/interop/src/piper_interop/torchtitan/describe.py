@@ -152,7 +152,7 @@ def _experts(foreign: Foreign, shard: int, cp: int, tp: int) -> tuple[int, tuple
             f"enable_sequence_parallel: devices along tp would send the same tokens; give --set "
             f"parallelism.enable_sequence_parallel=true"
         )
-    return ep, axes
+    return ep, axes.folded
 
 
 def _pipeline(foreign: Foreign, pp: int) -> dict[str, Any]:

@@ -66,7 +66,9 @@ def _lacking(described: JobDescription) -> Iterator[str]:
     if layout.cp > 1 and layout.zero and not layout.over_cp:
         yield "states that are whole along cp; the nearest shares them over dp and cp"
     axes = axes_of_experts(layout.ep, layout.tp, layout.cp, layout.dp)
-    if layout.ep > 1 and axes != layout.folded:
+    if layout.hidden:
+        yield f"experts cut over {', '.join(layout.hidden)}; the nearest has whole ones over more devices"
+    elif layout.ep > 1 and (axes is None or axes.folded != layout.folded):
         nearest = tuple(axis for axis in ("tp", "cp") if getattr(layout, axis) > 1)
         yield f"experts over replicas beside {', '.join(nearest)}; the nearest is over={(*nearest, 'ep')!r}"
     for part in described.recompute:

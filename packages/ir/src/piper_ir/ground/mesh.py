@@ -10,11 +10,11 @@ from math import prod
 from piper_ir.ground.errors import CompileError
 from piper_ir.ground.limits import MOST_RANKS
 
-AXES = ("tp", "cp", "ep", "dp", "rep", "pp")
+AXES = ("tp", "cp", "etp", "ep", "dp", "rep", "pp")
 """The names of all axes, fastest-varying first.
 
-Neighbouring ranks share a tensor-parallel group, and pipeline stages are farthest apart. `rep` is for replicas of ranks
-that share states along `dp`.
+Neighbouring ranks share a tensor-parallel group, and pipeline stages are farthest apart. `etp` is for replicas
+whose ranks cut each expert, `rep` for replicas of ranks that share states along `dp`.
 """
 
 

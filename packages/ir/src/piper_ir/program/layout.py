@@ -73,6 +73,7 @@ class Sharding:
         overflow: how more rows are treated: "rounds", "error" or "drop".
         cut: whether chunks are cut where devices begin and end to share work, so that sums are made between them.
         folded: the axes, outermost first, of which `over` is made, with their sizes; none if it is one axis.
+        hidden: the axes, outermost first, whose devices cut each expert, with their sizes; none if experts are whole.
     """
 
     over: str
@@ -89,6 +90,7 @@ class Sharding:
     overflow: str = field(default=OVERFLOWS[0], repr=False)
     cut: bool = field(default=False, repr=False)
     folded: tuple[tuple[str, int], ...] = field(default=(), repr=False)
+    hidden: tuple[tuple[str, int], ...] = field(default=(), repr=False)
 
     @property
     def way(self) -> str:

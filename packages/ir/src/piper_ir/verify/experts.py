@@ -55,7 +55,7 @@ def _chunk_problems(plan: Plan, chunk: Chunk, params: dict[str, Param]) -> Itera
             f"has experts along {chunk.experts}; devices have different ones along "
             f"{', '.join(plan.experts) or 'no axis'}"
         )
-    elif chunk.experts and along != axes:
+    elif chunk.experts and not axes <= along:
         yield (
             f"has experts along {chunk.experts}, and its parameters have parts along "
             f"{', '.join(sorted(along)) or 'no axis'}"
@@ -64,6 +64,17 @@ def _chunk_problems(plan: Plan, chunk: Chunk, params: dict[str, Param]) -> Itera
         yield (
             f"reads parameters of the experts of one device along {', '.join(along)}, and is not "
             f"said to compute them"
+        )
+    summed = {
+        axis
+        for one in (chunk.steps["F"].collectives if "F" in chunk.steps else ())
+        if one.kind == "reduce_scatter"
+        for axis in plan.mesh.along(one.axis)
+    }
+    if chunk.experts and (apart := along - axes - summed):
+        yield (
+            f"has experts along {chunk.experts}, its parameters have parts along {', '.join(sorted(apart))}, too, and "
+            f"its step F adds nothing up along it"
         )
     for step, sig in chunk.steps.items():
         for one in sig.collectives if chunk.experts else ():

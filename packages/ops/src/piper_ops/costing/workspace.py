@@ -388,52 +388,19 @@ def _on_meta(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
-def room_of_rounds(
-    rows: Tensor,
-    back: Tensor,
-    table: Tensor,
-    weights: Sequence[Tensor],
-    body: rounds.ExpertBody,
-    wanted: Sequence[bool],
-) -> list[int]:
-    """Return the most bytes that each op of further rounds holds at once; tensors are on meta."""
-    common = rows, table, weights, body, "", back.shape[1], 0, (0,) * len(rounds.ROUNDS)
-    runs = list(rounds.ROUNDS.values())
-    grad = back.new_empty((rows.shape[0], back.shape[2]))
-    totals = [torch.empty_like(w) for w, mine in zip(weights, wanted, strict=True) if mine]
-    calls = [
-        (back, *common),
-        (grad, *common),
-        (grad, *common, list(wanted)),
-        (grad, *common, torch.empty_like(rows)),
-    ]
-    peaks = []
-    for run, args in zip(
-        runs, [*calls, (grad, *common, list(wanted), totals[1:], *totals[:1])], strict=True
-    ):
-        if run is rounds.run_further_wgrad and not totals:
-            peaks.append(0)
-            continue
-        live = _Live(tree_leaves(args))
-        with live, torch.no_grad():
-            run(lambda kind, axis, sent: sent.clone(), *args)
-        peaks.append(live.most)
-    return peaks
-
-
 def peak_bytes_inside(function: Callable[..., Any], *args: Any) -> int:
     """Return the most bytes of tensors that `function(*args)` holds at once, beside its arguments and less its results.
 
     It sees tensors that pass the dispatcher, not the memory that an operator of torch's allocates inside.
     """
-    live = _Live(tree_leaves(args))
+    live = Live(tree_leaves(args))
     with live:
         results = function(*args)
     own = {t.untyped_storage() for t in tree_leaves(results) if isinstance(t, Tensor)}
     return live.most - sum(s.nbytes() for s in own)
 
 
-class _Live(TorchDispatchMode):
+class Live(TorchDispatchMode):
     """Track the most bytes of storages that operators returned and that were alive at once; given ones do not count."""
 
     def __init__(self, given: Sequence[Any]) -> None:

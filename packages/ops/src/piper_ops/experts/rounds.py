@@ -11,7 +11,13 @@ through the same places, so that memory does not depend on the tokens' choices.
     experts_home        [n, slot, W]       -> [M, W], each row of round 0 where it was sent from, zeros elsewhere
     experts_return      the same, with the rows of all further rounds
 
-Between them stand all-to-alls. The devices compute the further rounds inside of `experts_return` and its gradients:
+Between them stand all-to-alls. Where m devices cut each expert (tensor parallelism), these gather the rows that each
+has received, and their results are partial sums, which they reduce-scatter:
+
+    every [m, n, E]     the tables of these devices, gathered, for `experts_take` and `experts_give`
+    experts_take        [m n, slot, W]     -> as above, of the messages to all m devices
+
+The devices compute the further rounds inside of `experts_return` and its gradients:
 `body` is the source of a function from [rows, counts, *weights] to the experts' result. The code of a step defines that
 function and hands it over as an `ExpertBody`. Its gradients are made by autograd, anew in each of them, since nothing
 is kept of further rounds. All devices know the table, so all run as many rounds as the fullest pair of them needs. They
@@ -35,6 +41,7 @@ from piper_ops.experts.trades import add_home as _add_home
 from piper_ops.experts.trades import give as _give
 from piper_ops.experts.trades import home as _home
 from piper_ops.experts.trades import send as _send
+from piper_ops.experts.trades import senders as _senders
 from piper_ops.experts.trades import take as _take
 from piper_ops.experts.trades import totals as _totals
 from piper_ops.ground.errors import ExpertsOverflow
@@ -80,42 +87,55 @@ class _Rounds:
 
     Attributes:
         exchange: runs a collective between the devices.
-        table: the counts of all devices [n, E].
+        table: the counts of the devices that exchange rows [n, E].
+        every: the counts of all devices whose rows are computed together: `table`, or [m, n, E].
         weights: the matrices of the own experts.
         body: the experts' computation.
         axis: the axis along which the devices lie.
+        within: the axis of the devices that cut each expert; "" if each device has whole ones.
         slot: the places for each other device in a round.
         place: the place of this device.
     """
 
     exchange: Exchanged
     table: Tensor
+    every: Tensor
     weights: Sequence[Tensor]
     body: ExpertBody
     axis: str
+    within: str
     slot: int
     place: int
 
     @property
     def numbers(self) -> range:
-        return range(1, round_count(self.table, self.slot))
+        return range(1, round_count(self.every, self.slot))
 
-    def _trade(self, number: int) -> Round:
-        """Return a round, of as many places as the fullest pair of devices needs if the body takes any number."""
+    def _trades(self, number: int) -> tuple[Round, Round]:
+        """Return a round as sender and as receiver, of the places that the fullest pair needs if the body takes any."""
         fewer = None
         if self.body.any_rows and not self.table.is_meta:
-            fewer = max(1, min(self.slot, _most(self.table) - number * self.slot))
-        return Round(self.table, self.place, self.slot, number, fewer)
+            fewer = max(1, min(self.slot, _most(self.every) - number * self.slot))
+        return tuple(
+            Round(t, self.place, self.slot, number, fewer) for t in (self.table, self.every)
+        )  # type: ignore[return-value]  # two
 
     def there(self, rows: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """Return the rows of all devices for the own experts, and their counts."""
-        trade = self._trade(number)
-        return _take(self.exchange("all_to_all", self.axis, _send(rows, trade)), trade)
+        sent, received = self._trades(number)
+        came = self.exchange("all_to_all", self.axis, _send(rows, sent))
+        if self.within:
+            came = self.exchange("all_gather", self.within, came).flatten(0, 1)
+        return _take(came, received)
 
     def add_back(self, made: Tensor, number: int, total: Tensor) -> None:
         """Add all devices' results for the own rows to `total`, in the rows' places."""
-        trade = self._trade(number)
-        _add_home(self.exchange("all_to_all", self.axis, _give(made, trade)), trade, total)
+        sent, received = self._trades(number)
+        given = _give(made, received)
+        if self.within:
+            stacked = given.unflatten(0, self.every.shape[:2])
+            given = self.exchange("reduce_scatter", self.within, stacked)
+        _add_home(self.exchange("all_to_all", self.axis, given), sent, total)
 
     def made(self, rows: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
         return self.body.run([rows, counts, *weights])[0]
@@ -129,13 +149,13 @@ class _Rounds:
 
 
 def run_return(
-    exchange: Exchanged, back: Tensor, rows: Tensor, table: Tensor, weights: Sequence[Tensor],
-    body: ExpertBody, axis: str, slot: int, place: int, room: Sequence[int],
+    exchange: Exchanged, back: Tensor, rows: Tensor, table: Tensor, every: Tensor, weights: Sequence[Tensor],
+    body: ExpertBody, axis: str, within: str, slot: int, place: int, room: Sequence[int],
 ) -> Tensor:  # fmt: skip
     """Compute piper::experts_return."""
     reserved.reserve(room[0], rows.device)
     total = _home(back, Round(table, place, slot), rows.shape[0])
-    run = _Rounds(exchange, table, weights, body, axis, slot, place)
+    run = _Rounds(exchange, table, every, weights, body, axis, within, slot, place)
     for number in run.numbers:
         run.add_back(run.made(*run.there(rows, number), weights), number, total)
     return total
@@ -246,12 +266,12 @@ def _home_fake(back: Tensor, table: Tensor, place: int, rows: int) -> Tensor:
 def _take_fake(came: Tensor, table: Tensor, place: int) -> tuple[Tensor, Tensor]:
     devices, slot, width = came.shape
     return contiguous_empty(came, (devices * slot, width)), contiguous_empty(
-        table, (table.shape[1] // devices,)
+        table, (table.shape[-1] // table.shape[-2],)
     )
 
 
 def _give_fake(made: Tensor, table: Tensor, place: int) -> Tensor:
-    devices = table.shape[0]
+    devices = _senders(table)
     return contiguous_empty(made, (devices, made.shape[0] // devices, made.shape[1]))
 
 
@@ -264,7 +284,7 @@ def _return_dgrad_fake(grad: Tensor, rows: Tensor, *_: Any) -> Tensor:
 
 
 def _return_wgrad_fake(
-    grad: Tensor, rows: Tensor, table: Tensor, weights: Sequence[Tensor], *rest: Any
+    grad: Tensor, rows: Tensor, table: Tensor, every: Tensor, weights: Sequence[Tensor], *rest: Any
 ) -> list[Tensor]:
     return [contiguous_empty(w, w.shape) for w, mine in zip(weights, rest[-1], strict=True) if mine]
 
@@ -321,27 +341,29 @@ def _give_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 def _return_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, rows, table, weights, *ctx.rest = inputs
+    _, rows, table, every, weights, *ctx.rest = inputs
     ctx.wanted = [w.requires_grad for w in weights]
     ctx.wants_rows = rows.requires_grad
-    ctx.save_for_backward(rows, table, *weights)
+    ctx.save_for_backward(rows, table, every, *weights)
 
 
 def _return_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    rows, table, *weights = ctx.saved_tensors
-    _, _, slot, place, _ = ctx.rest
+    rows, table, every, *weights = ctx.saved_tensors
+    *_, slot, place, _ = ctx.rest
+    how = (grad, rows, table, every, weights, *ctx.rest)
     of_back = experts_send(grad, table, place, slot)
-    of_rows = (
-        experts_return_dgrad(grad, rows, table, weights, *ctx.rest) if ctx.wants_rows else None
-    )
+    of_rows = experts_return_dgrad(*how) if ctx.wants_rows else None
     of_weights: list[Tensor | None] = [None for _ in weights]
     if any(ctx.wanted):
-        gradients = iter(experts_return_wgrad(grad, rows, table, weights, *ctx.rest, ctx.wanted))
+        gradients = iter(experts_return_wgrad(*how, ctx.wanted))
         of_weights = [next(gradients) if mine else None for mine in ctx.wanted]
-    return of_back, of_rows, None, of_weights, None, None, None, None, None
+    return of_back, of_rows, None, None, of_weights, *(None for _ in ctx.rest)
 
 
-_SCHEMA = "Tensor rows, Tensor table, Tensor[] weights, str body, str axis, int slot, int place, int[] room"
+_SCHEMA = (
+    "Tensor rows, Tensor table, Tensor every, Tensor[] weights, str body, str axis, str within, int slot, int place, "
+    "int[] room"
+)
 
 experts_home = define(
     "experts_home", "(Tensor back, Tensor table, int place, int rows) -> Tensor", _home_fake,
@@ -357,7 +379,7 @@ experts_send = define(
 """An op that returns the rows for each device in round 0, (n, slot, W)."""
 experts_give = define(
     "experts_give", "(Tensor made, Tensor table, int place) -> Tensor", _give_fake,
-    lambda made, table, place: _give(made, Round(table, place, len(made) // len(table))),
+    lambda made, table, place: _give(made, Round(table, place, len(made) // _senders(table))),
     direct=True, backward=_give_backward, setup_context=_give_setup,
 )  # fmt: skip
 """An op that puts rows that are sorted by expert into the order of their arrival in round 0."""
@@ -405,8 +427,8 @@ experts_checked = define(
 `mean` is how many of the tokens of each of `rows` go to each device if experts are chosen equally often.
 """
 
-BODY = 4
-"""The number of the argument `body` of these ops."""
+BODY, AXIS, WITHIN = 5, 6, 7
+"""The numbers of the arguments `body`, `axis` and `within` of these ops."""
 ROUNDS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     experts_return: run_return,
     experts_return_dgrad: run_return_dgrad,
@@ -416,6 +438,6 @@ ROUNDS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
 }
 """The ops with a varying number of exchanges between devices, each with its function, which gets the exchange."""
 PLACED: dict[torch._ops.OpOverload, int] = {
-    experts_home: 2, experts_send: 2, experts_give: 2, experts_take: 2, **dict.fromkeys(ROUNDS, 7),
+    experts_home: 2, experts_send: 2, experts_give: 2, experts_take: 2, **dict.fromkeys(ROUNDS, 9),
 }  # fmt: skip
 """The ops that ask for the device's place along the axis, each with the number of that argument."""

@@ -1,6 +1,7 @@
 """Bring rows to the devices of their experts and back, in one round.
 
-`table` [n, E] has the counts of all devices. A device has `slot` places for each other one in a round; a further round
+`table` [n, E] has the counts of all devices. Where m devices cut each expert, `take` and `give` pass the rows of all
+m x n of them, and their table is [m, n, E]. A device has `slot` places for each other one in a round; a further round
 may use fewer of them. Rows for one expert that come from one device always lie behind each other, so each
 pass gathers blocks of rows whose sizes the table says. No pass asks the host for a count.
 
@@ -22,8 +23,13 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def totals(table: Tensor) -> Tensor:
-    """Return how many rows each device has for each other one [n, n]."""
-    return table.view(table.shape[0], table.shape[0], -1).sum(2)
+    """Return how many rows each device has for the experts of each other one [n, n], or [m, n, n]."""
+    return table.view(*table.shape[:-1], table.shape[-2], -1).sum(-1)
+
+
+def senders(table: Tensor) -> int:
+    """Return the number of devices whose rows a device computes."""
+    return table.numel() // table.shape[-1]
 
 
 def _gather_blocks(rows: Tensor, first: Tensor, sizes: Tensor, count: int) -> Tensor:
@@ -48,8 +54,8 @@ class Round:
     """Describe one round of a device's trades.
 
     Attributes:
-        table: the counts of all devices [n, E].
-        place: the place of the device among the n.
+        table: the counts of all devices [n, E], or [m, n, E].
+        place: the place of the device among the n with different experts.
         slot: the places for each other device in a round.
         number: the number of the round, from 0.
         fewer: the places in this round, if they are fewer than `slot`.
@@ -81,8 +87,9 @@ def _sent(trade: Round, places: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _received(trade: Round, places: int) -> tuple[Tensor, Tensor]:
     """Return where in each device's message the rows for each own expert begin, and how many there are [n, E / n]."""
-    own = trade.table.shape[1] // trade.table.shape[0]
-    counts = trade.table[:, trade.place * own : (trade.place + 1) * own]
+    own = trade.table.shape[-1] // trade.table.shape[-2]
+    counts = trade.table.view(-1, trade.table.shape[-1])
+    counts = counts[:, trade.place * own : (trade.place + 1) * own]
     ends = counts.cumsum(1).sub_(trade.first)
     begin = (ends - counts).clamp_(0, places)
     return begin, ends.clamp_(0, places).sub_(begin)
@@ -135,7 +142,7 @@ def take(came: Tensor, trade: Round) -> tuple[Tensor, Tensor]:
 
 def give(made: Tensor, trade: Round) -> Tensor:
     """Return rows that are sorted by expert as they came in [n, places, W]."""
-    devices, places = trade.table.shape[0], trade.places
+    devices, places = senders(trade.table), trade.places
     _, sizes = _received(trade, places)
     by_expert = sizes.t().reshape(-1)
     first = by_expert.cumsum(0).sub_(by_expert).view(-1, devices).t()

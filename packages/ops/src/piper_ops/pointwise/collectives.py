@@ -47,15 +47,39 @@ LIBRARY.define("all_reduce_(Tensor(a!) x, str axis, int degree) -> Tensor(a!)")
 all_reduce_ = torch.ops.piper.all_reduce_.default
 """The in-place variant of `all_reduce`; steps call it if nothing else needs the argument any more."""
 
-all_gather = define("all_gather", _SCHEMA, _stacked, _elsewhere)
-"""An op that returns the tensors of all devices, stacked along a new leading dimension."""
 
-reduce_scatter = define("reduce_scatter", _SCHEMA, _own, _elsewhere)
-"""An op that sums stacked tensors over the devices and returns to each device its own element of the sum."""
-
-
-def _all_to_all_setup(ctx: Any, inputs: tuple[Tensor, str, int], output: Tensor) -> None:
+def _setup(ctx: Any, inputs: tuple[Tensor, str, int], output: Tensor) -> None:
     _, ctx.axis, ctx.degree = inputs
+
+
+def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return reduce_scatter(grad, ctx.axis, ctx.degree), None, None
+
+
+def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return all_gather(grad, ctx.axis, ctx.degree), None, None
+
+
+all_gather = define(
+    "all_gather", _SCHEMA, _stacked, _elsewhere, backward=_all_gather_backward, setup_context=_setup
+)
+"""An op that returns the tensors of all devices, stacked along a new leading dimension.
+
+Its gradient is `reduce_scatter`: the sum of the gradients that all devices have of an element.
+"""
+
+reduce_scatter = define(
+    "reduce_scatter",
+    _SCHEMA,
+    _own,
+    _elsewhere,
+    backward=_reduce_scatter_backward,
+    setup_context=_setup,
+)
+"""An op that sums stacked tensors over the devices and returns to each device its own element of the sum.
+
+Its gradient is `all_gather`.
+"""
 
 
 def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -68,7 +92,7 @@ all_to_all = define(
     _same,
     _elsewhere,
     backward=_all_to_all_backward,
-    setup_context=_all_to_all_setup,
+    setup_context=_setup,
 )
 """An op that sends element k of the leading dimension to device k, and stacks the received elements by source device.
 

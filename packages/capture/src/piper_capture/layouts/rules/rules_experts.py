@@ -73,5 +73,7 @@ RULES: dict[OpOverload, Callable[[OpCall], Loops]] = {
     piper.unroute_dgrad.default: _unroute,
     piper.unroute_wgrad.default: _unroute_wgrad,
 }
+ROUTE, UNROUTE = piper.route.default, piper.unroute.default
+GROUPED_ADD = piper.grouped_add.default
 BY_EXPERT = frozenset(RULES)
 """The operators that sort tokens by expert, compute their rows, and bring them back."""

@@ -389,9 +389,11 @@ def _loss_weight(edit: Editor) -> dict[str, str]:
 
 def _shared_along(edit: Editor) -> tuple[str, ...]:
     """Return the axes along which ranks shard buckets; raise CompileError if they are not the same for all."""
-    experts = {chunk.experts for chunk in edit.graph.program.chunks if chunk.experts}
-    # whose ranks have different experts, which are not sharded
-    apart = {axis for joined in experts for axis in edit.graph.mesh.along(joined)}
+    program = edit.graph.program
+    layouts = {p.name: p.layout for p in program.params}
+    of_experts = [i.ref for c in program.chunks if c.experts for i in c.inputs if i.kind == "param"]
+    # whose ranks have different experts or parts of each, which are not sharded
+    apart = {part.axis for name in of_experts for part in layouts[name]}
     along = {
         tuple(a for a in b.shard.optim if a not in apart): b
         for b in edit.buckets.values()
