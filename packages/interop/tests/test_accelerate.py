@@ -66,6 +66,13 @@ def test_a_mesh_of_two_kinds_of_replicas_and_tp(tmp_path: Path) -> None:
     assert "rep=2" in python(described, "A job")
 
 
+def test_lines_that_accelerate_writes_into_every_file(tmp_path: Path) -> None:
+    lines = {"tpu_env": [], "tpu_use_cluster": False, "tpu_use_sudo": False, "downcast_bf16": "no"}
+    assert launched(tmp_path, {**ACCELERATE["hybrid"], **lines}).layout.tp == 2
+    with pytest.raises(JobError, match=r"tpu_env=\['A=1'\]"):
+        launched(tmp_path, {**ACCELERATE["hybrid"], "tpu_env": ["A=1"]})
+
+
 def test_shard_grad_op_keeps_parameters_for_a_step(tmp_path: Path) -> None:
     described = launched(tmp_path, ACCELERATE["fsdp1"])
     layout = described.layout

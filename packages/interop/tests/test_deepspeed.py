@@ -144,6 +144,22 @@ def test_a_section_that_is_off_asks_for_nothing(tmp_path: Path) -> None:
     assert imported("deepspeed", tmp_path, {"train_batch_size": 16, "elasticity": off})
 
 
+def test_keys_that_public_files_have_and_deepspeed_never_reads(tmp_path: Path) -> None:
+    options = {"_comment": "stage 2", "monitor_config": {"csv_monitor": {"enabled": False}}}
+    assert imported("deepspeed", tmp_path, {"train_batch_size": 16, **options})
+    with pytest.raises(JobError, match=r"zero_optimization\._comment"):
+        imported("deepspeed", tmp_path, {"zero_optimization": {"_comment": "stage 2"}})
+
+
+def test_parameters_are_offloaded_in_stage_3_alone(tmp_path: Path) -> None:
+    section = {"stage": 2, "offload_param": {"device": "cpu"}}
+    options = {"train_batch_size": 16, "zero_optimization": section}
+    assert imported("deepspeed", tmp_path, options)
+    section["stage"] = 3
+    with pytest.raises(JobError, match=r"offload_param\.device='cpu'"):
+        imported("deepspeed", tmp_path, options)
+
+
 @each_case(("options", "words"), REFUSED)
 def test_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(JobError, match=words):

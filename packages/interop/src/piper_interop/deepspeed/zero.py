@@ -66,8 +66,14 @@ def _elements(foreign: Foreign, name: str, default: int) -> int:
 
 
 STAGE = "leave the option out, or take a higher ZeRO stage in its place"
-OFFLOAD = Unsupported(
-    "offload of states to the host or to disks", STAGE, unless=(None, False, "none")
+OFFLOAD = (
+    Unsupported(
+        "offload of parameters to the host or to disks",
+        STAGE,
+        unless=(None, False, "none"),
+        when=gathers,
+    ),
+    Ignored("asks for no offload, or parameters are whole, and then DeepSpeed leaves them there"),
 )
 ON_HOST = (
     Nearest(
