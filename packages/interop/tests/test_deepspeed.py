@@ -152,12 +152,17 @@ def test_keys_that_public_files_have_and_deepspeed_never_reads(tmp_path: Path) -
 
 
 def test_parameters_are_offloaded_in_stage_3_alone(tmp_path: Path) -> None:
-    section = {"stage": 2, "offload_param": {"device": "cpu"}}
+    section: dict[str, Any] = {"stage": 2, "offload_param": {"device": "cpu"}}
     options = {"train_batch_size": 16, "zero_optimization": section}
-    assert imported("deepspeed", tmp_path, options)
+    assert not imported("deepspeed", tmp_path, options).params_on_host
     section["stage"] = 3
-    with pytest.raises(JobError, match=r"offload_param\.device='cpu'"):
+    with pytest.raises(
+        JobError, match=r"offload_param\.device='cpu'.* give offload_optimizer, too"
+    ):
         imported("deepspeed", tmp_path, options)
+    section["offload_optimizer"] = {"device": "cpu", "ratio": 0.5}
+    found = imported("deepspeed", tmp_path, options)
+    assert found.params_on_host and found.optim_on_host == 1
 
 
 @each_case(("options", "words"), REFUSED)
@@ -351,6 +356,7 @@ def jobs(draw: st.DrawFn) -> JobDescription:
     params, compute = draw(
         st.sampled_from([("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")])
     )
+    part = draw(st.sampled_from(_fractions(layout)))
     return JobDescription(
         name="ds_config",
         sizes=LLAMA,
@@ -360,7 +366,8 @@ def jobs(draw: st.DrawFn) -> JobDescription:
         layout=layout,
         recompute=again,
         offload=draw(st.sampled_from([None, WAITS])) if again else None,
-        optim_on_host=draw(st.sampled_from(_fractions(layout))),
+        optim_on_host=part,
+        params_on_host=layout.zero == 3 and part == 1 and draw(st.booleans()),
         params=params,
         compute=compute,
         reduce=draw(st.sampled_from(["float32", "bfloat16"])),
