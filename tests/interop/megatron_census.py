@@ -32,7 +32,7 @@ def cases(checkout: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def devices(arguments: dict[str, Any]) -> int:
-    """Return devices on which a job can run: eight, or as many as one replica and its experts need.
+    """Return devices on which a job can run: eight, as many as one replica and its experts need, or as its rows feed.
 
     The files do not say their number, which stands in the recipes beside them.
     """
@@ -40,7 +40,10 @@ def devices(arguments: dict[str, Any]) -> int:
     model = 1
     for name in names:
         model *= int(arguments.get(f"--{name}-parallel-size", 1))
-    return max(8, model * int(arguments.get("--expert-model-parallel-size", 1)))
+    rows = int(arguments.get("--micro-batch-size", 1))
+    replicas = int(arguments.get("--global-batch-size", 8 * rows)) // rows
+    most = max(8, model * int(arguments.get("--expert-model-parallel-size", 1)))
+    return min(most, model * replicas)
 
 
 def _reason(line: str) -> str:

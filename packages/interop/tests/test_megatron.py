@@ -263,13 +263,22 @@ def test_an_optimizer_on_the_host() -> None:
     assert any("the optimizer of the first layers" in note for note in half.notes)
 
 
+def test_inputs_of_parts_wait_on_the_host() -> None:
+    parts = "--fine-grained-activation-offloading --offload-modules"
+    job = described(f"{parts} attn_norm core_attn expert_fc1 moe_act", base=MIXTURE)
+    assert job.offload == OffloadedTensors("saved", modules=("*.attention", "*.feed_forward"))
+    assert 'tensors="saved", modules=("*.attention", "*.feed_forward")' in python(job, "A job")
+    assert any("no residuals" in note for note in job.notes)
+    assert described(f"{parts} mlp_norm").offload is None
+
+
 @each_case(
     ("more", "stand_in", "words_of_it"),
     [
         ("--fp8-format hybrid", "tensorwise", "a pass over each tensor"),
         ("--fp8-format hybrid --fp8-recipe custom", "bf16", "too slow"),
         ("--optimizer muon", "adam", "as AdamW"),
-        ("--fine-grained-activation-offloading --offload-modules moe_act", "no-offload", "nothing is moved"),
+        ("--fine-grained-activation-offloading --offload-modules fused_group_mlp", "no-offload", "nothing is moved"),
         ("--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", "ring", "one ring"),
     ],
 )  # fmt: skip

@@ -13,7 +13,7 @@ from piper_interop.megatron.degrees import (
     chunks,
     layers_of_stages,
 )
-from piper_interop.megatron.sizes import length, policy_of, sizes
+from piper_interop.megatron.sizes import length, makers_of, policy_of, sizes
 from piper_interop.megatron.stages import boundaries
 from piper_interop.megatron.table import TABLE
 from piper_interop.megatron.table_model import exchanged, mixture, parts_again
@@ -69,7 +69,10 @@ PARTS = {
     "recompute": (
         "recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-activations", "recompute-modules",
     ),
-    "offload": ("cpu-offloading-num-layers", "optimizer-cpu-offload", "optimizer-offload-fraction"),
+    "offload": (
+        "cpu-offloading-num-layers", "optimizer-cpu-offload", "optimizer-offload-fraction",
+        "fine-grained-activation-offloading", "offload-modules",
+    ),
     "dp": (
         "use-distributed-optimizer", "use-megatron-fsdp", "data-parallel-sharding-strategy", "use-torch-fsdp2",
         "num-distributed-optimizer-instances", "overlap-grad-reduce", "ddp-bucket-size",
@@ -285,6 +288,9 @@ def _optim_on_host(foreign: Foreign) -> float:
 
 
 def _offload(foreign: Foreign) -> OffloadedTensors | None:
-    """Return the tensors of the first layers, if Transformer Engine keeps these on the host."""
+    """Return the tensors of the first layers, or those that parts of all layers read, if these wait on the host."""
+    if foreign.get("fine-grained-activation-offloading", False):
+        modules = makers_of(foreign.get("offload-modules") or (), sizes(foreign))
+        return OffloadedTensors("saved", modules=modules) if modules else None
     count = foreign["cpu-offloading-num-layers"]
     return OffloadedTensors("all", count) if count else None

@@ -299,6 +299,22 @@ def parts_of(sizes: ModelSizes) -> dict[str, tuple[str, ...]]:
     return parts
 
 
+def makers_of(parts: Collection[str], sizes: ModelSizes) -> tuple[str, ...]:
+    """Return the modules that make the inputs of the parts in Megatron's --offload-modules; no module makes residuals.
+
+    Source: Megatron-LM, core/transformer/transformer_config.py, `offload_modules`.
+    """
+    experts = () if sizes.fields.get("experts") is None else parts_of(sizes)["moe"]
+    makers = {
+        "qkv_linear": ("*.norm1",),
+        "core_attn": ("*.attention",),
+        "attn_proj": ("*.attention.core",),
+        "expert_fc1": experts,
+        "moe_act": experts,
+    }
+    return tuple(dict.fromkeys(pattern for part in parts for pattern in makers.get(part, ())))
+
+
 def policy_of(parts: Collection[str], sizes: ModelSizes) -> str:
     """Return the policy that computes parts of layers again; "" if the model has none of them."""
     modules, policies = parts_of(sizes), []

@@ -72,15 +72,6 @@ def _mixed(foreign: Foreign) -> bool:
     return foreign["context-parallel-size"] > 1 and len(set(foreign["cp-comm-type"])) > 1
 
 
-def _offload(states: str) -> OptionRow:
-    return Unsupported(
-        f"{states} in the host's memory",
-        "leave it out with --set",
-        stand_in="no-offload",
-        how=f"nothing is moved to the host: {MORE}, {FAST}",
-    )
-
-
 def _low(dtypes: str) -> OptionRow:
     return Unsupported(dtypes, "leave it out with --set", stand_in="bf16", how=_BF16)
 
@@ -324,7 +315,16 @@ STRATEGY: OptionTable = {
         "the optimizer of the first layers", SLOW, unless=(1.0,), when=lambda f: f["optimizer-cpu-offload"]
     ),
     "cpu-offloading-num-layers": Mapped("offload of the first layers"),
-    "fine-grained-activation-offloading": _offload("activations"),
+    "fine-grained-activation-offloading": (
+        Unsupported(
+            "activations of fused groups in the host's memory",
+            "leave it out with --set",
+            stand_in="no-offload",
+            how=f"nothing is moved to the host: {MORE}, {FAST}",
+            when=lambda f: bool({"fused_group_mlp", "gdp_qkv"} & {*(f.get("offload-modules") or ())}),
+        ),
+        Nearest("offload of all that the modules before these parts save, and of no residuals", MORE),
+    ),
     # messages beside compute, and how steps are started
     "tp-comm-overlap": Nearest("messages of tp before and behind products", SLOW),
     "tp-comm-*": Ignored("a part of --tp-comm-overlap"),

@@ -137,6 +137,7 @@ LISTS: dict[str, tuple[str, ...] | None] = {
     "moe-router-load-balancing-type": ("aux_loss",),
     "moe-aux-loss-coeff": ("0.0",),
     "recompute-modules": None,
+    "offload-modules": None,
     "step-batch-size-schedule": None,
     "spec": None,
 }

@@ -112,11 +112,13 @@ class OffloadedTensors:
         tensors: "all", "saved" or "inputs", as the directive says it.
         layers: the number of layers, from the first; None for all.
         prefetch: the backwards ahead of its own for which a tensor is brought back.
+        modules: patterns of the modules whose tensors these are; () for all.
     """
 
     tensors: str = "all"
     layers: int | None = None
     prefetch: int = 1
+    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

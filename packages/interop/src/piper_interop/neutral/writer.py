@@ -222,6 +222,8 @@ def _offload(offload: OffloadedTensors) -> str:
     how: dict[str, Any] = {"tensors": offload.tensors}
     if offload.prefetch != 1:
         how["prefetch"] = offload.prefetch
+    if offload.modules:
+        how["modules"] = offload.modules
     return f"piper.offload(where(layer={layers}), {_arguments(how)})"
 
 
