@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 import piper
-from piper import Mesh, Strategy, recipes, where
+from piper import Mesh, Strategy, models, recipes, where
+from piper.api.reference.verification import verify_strategy
+from piper_capture.store import experts
+from piper_capture.store.expert_cuts import Cuts, cuts_of
 from piper_ir.ground.errors import DirectiveError, PlanError
 from piper_ir.plan.plan import Plan
 from piper_ir.program.layout import DimPart
@@ -16,6 +19,7 @@ from piper_ir.verify import verify
 from piper_simulator import simulate
 from tests.helpers import parity
 from tests.helpers.cases import each_case
+from tests.helpers.decoders import DECODERS
 from tests.helpers.memory_judge import lies
 from tests.helpers.steered import EXPERTS, HIDDEN, TOKENS, TOP, WIDTH
 from tests.parity.test_dropless_experts import expected, job, run, shared
@@ -121,3 +125,33 @@ def test_experts_that_devices_cannot_cut_are_refused(
 def test_only_exchanged_experts_are_cut() -> None:
     with pytest.raises(DirectiveError, match=r"use stream=.rows., or leave it out.*condition 15"):
         piper.compile(job("2"), Strategy(Mesh(tp=2), [piper.shard(where(), hidden="tp")]))
+
+
+def decoder(name: str) -> tuple[piper.Job, Strategy]:
+    work = models.job(DECODERS[name], global_batch=8, precision="float64", lr=0.01)
+    directives = [
+        *recipes.expert_parallel(hidden="tp"), *recipes.tensor_parallel(sequence=True),
+        *recipes.one_f_one_b(pp=2, microbatches=2), *recipes.data_parallel(over=("ep",), zero=1),
+    ]  # fmt: skip
+    return work, Strategy(Mesh(tp=2, ep=2, pp=2), directives)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["Qwen2-MoE", "GPT-OSS"])
+def test_experts_of_decoders_that_devices_cut(name: str) -> None:
+    """Gated experts beside shared ones, and experts with biases."""
+    assert verify_strategy(*decoder(name), steps=2).equal
+
+
+@pytest.mark.long
+def test_negative_control_a_bias_is_added_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def whole(*args: Any) -> Cuts:
+        found = cuts_of(*args)
+        assert isinstance(found, Cuts) and found.divided
+        return replace(found, divided=())
+
+    monkeypatch.setattr(experts, "cuts_of", whole)
+    work, cut = decoder("GPT-OSS")
+    assert not verify_strategy(
+        replace(work, clip_norm=0.2), cut, steps=2
+    ).equal  # not captured before

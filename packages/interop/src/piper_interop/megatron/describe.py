@@ -288,7 +288,7 @@ def _optim_on_host(foreign: Foreign) -> float:
 
 
 def _offload(foreign: Foreign) -> OffloadedTensors | None:
-    """Return the tensors of the first layers, or those that parts of all layers read, if these wait on the host."""
+    """Return the tensors of the first layers, or the inputs of parts of all layers, if these wait on the host."""
     if foreign.get("fine-grained-activation-offloading", False):
         modules = makers_of(foreign.get("offload-modules") or (), sizes(foreign))
         return OffloadedTensors("saved", modules=modules) if modules else None
