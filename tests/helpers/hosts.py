@@ -95,7 +95,7 @@ def why_not() -> str:
     """Why this machine cannot make them; empty where it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    if missing := [tool for tool in ("ip", "unshare") if shutil.which(tool) is None]:
+    if missing := [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]:
         return f"network namespaces need {' and '.join(missing)} (iproute2, util-linux)"
     try:
         with some_hosts():
