@@ -20,11 +20,13 @@ import torch._inductor.async_compile as async_compile
 import torch._inductor.compile_fx as compile_fx
 import torch._inductor.config as inductor_config
 from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import CodeGen
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -62,7 +64,7 @@ _BETWEEN = frozenset({"aten.sum.dim_IntList"})
 
 def traced(function: Function, specs: Sequence[Spec], device: torch.device) -> tuple[Any, ...]:
     """Return the graph of a function in Inductor's ops, and its fake arguments."""
-    with FakeTensorMode():
+    with FakeTensorMode(shape_env=ShapeEnv()):
         arguments = [
             torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in specs
         ]
@@ -78,7 +80,8 @@ def traced(function: Function, specs: Sequence[Spec], device: torch.device) -> t
 def compiled(function: Function, specs: Sequence[Spec], device: torch.device) -> Function:
     """Return the compiled form of a function; compiled kernels are kept on disk by Inductor's own cache."""
     module, arguments = traced(function, specs, device)
-    with inductor_config.patch(SETTINGS):
+    context = TracingContext(arguments[0].fake_mode)  # without one, Inductor's cache is not asked
+    with inductor_config.patch(SETTINGS), tracing(context):
         result: Any = compile_fx.compile_fx_inner(module, arguments, is_inference=True)
     call: Function = getattr(result, "current_callable", None) or result
     _show_allocations(call)
@@ -114,7 +117,7 @@ def written(module: fx.GraphModule, arguments: Sequence[Tensor]) -> str:
     try:
         with (
             _in_place(GraphLowering, "compile_to_module", stop),
-            inductor_config.patch({**SETTINGS, "force_disable_caches": True}),
+            inductor_config.patch({**SETTINGS, "fx_graph_cache": False}),
         ):
             compile_fx.compile_fx_inner(module, list(arguments), is_inference=True)
     except _Written as text:
