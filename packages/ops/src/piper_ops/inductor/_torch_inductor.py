@@ -11,7 +11,8 @@ import contextlib
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 import torch._inductor.async_compile as async_compile
 import torch._inductor.compile_fx as compile_fx
 import torch._inductor.config as inductor_config
+import torch._inductor.cpu_vec_isa as cpu_vec_isa
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._inductor.decomposition import select_decomp_table
@@ -45,6 +47,26 @@ def cache_folder() -> Path:
     folder = Path(cache_dir())
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+@cache
+def _find_vector_instructions() -> None:
+    """Let Inductor find the CPU's vector instructions, by the flags alone if a process has seen that these are right.
+
+    Inductor loads a program for each set of instructions in each process, which takes a CPU second, to see whether
+    compiler and system can use it.
+    """
+    facts = f"{torch.__version__} {sorted(torch.cpu.get_capabilities().items())}"
+    seen = cache_folder() / f"piper-cpu-{sha256(facts.encode()).hexdigest()[:16]}"
+    by_flags = inductor_config.patch({"cpp.vec_isa_ok": True})
+    if seen.exists():
+        with by_flags:
+            cpu_vec_isa.valid_vec_isa_list()  # which is asked once in a process
+        return
+    tried = cpu_vec_isa.valid_vec_isa_list()
+    with by_flags:
+        if tried == cpu_vec_isa.valid_vec_isa_list.__wrapped__():
+            seen.touch()
 
 
 SETTINGS = {
@@ -79,6 +101,7 @@ def traced(function: Function, specs: Sequence[Spec], device: torch.device) -> t
 
 def compiled(function: Function, specs: Sequence[Spec], device: torch.device) -> Function:
     """Return the compiled form of a function; compiled kernels are kept on disk by Inductor's own cache."""
+    _find_vector_instructions()
     module, arguments = traced(function, specs, device)
     context = TracingContext(arguments[0].fake_mode)  # without one, Inductor's cache is not asked
     with inductor_config.patch(SETTINGS), tracing(context):
@@ -114,6 +137,7 @@ def written(module: fx.GraphModule, arguments: Sequence[Tensor]) -> str:
     def stop(graph: Any) -> None:
         raise _Written(graph.codegen()[0].value)
 
+    _find_vector_instructions()
     try:
         with (
             _in_place(GraphLowering, "compile_to_module", stop),
