@@ -22,6 +22,7 @@ import torch._inductor.compile_fx as compile_fx
 import torch._inductor.config as inductor_config
 import torch._inductor.cpu_vec_isa as cpu_vec_isa
 from torch import Tensor, fx
+from torch._C import _len_torch_dispatch_stack
 from torch._guards import TracingContext, tracing
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
@@ -74,6 +75,8 @@ SETTINGS = {
     "fallback_random": True,
     "triton.cudagraphs": False,
     "keep_output_stride": True,
+    "size_asserts": False,  # a plan says which tensors a fusion gets
+    "alignment_asserts": False,
 }
 """The settings of Inductor under which fusions are lowered and compiled."""
 
@@ -112,12 +115,23 @@ def compiled(function: Function, specs: Sequence[Spec], device: torch.device) ->
 
 
 def _show_allocations(call: Any) -> None:
-    """Let a compiled function allocate by torch's dispatcher, so that a dispatch mode can count its memory."""
+    """Let a compiled function allocate by torch's dispatcher where a dispatch mode may count its memory."""
     function = getattr(call, "__func__", call)
     namespace = getattr(function, "__globals__", {})
     for device in ("cpu", "cuda"):
-        if f"empty_strided_{device}" in namespace:
-            namespace[f"empty_strided_{device}"] = partial(_empty, device)
+        if (own := namespace.get(f"empty_strided_{device}")) is not None:
+            namespace[f"empty_strided_{device}"] = _shown(own, device)
+
+
+def _shown(own: Callable[..., Tensor], device: str) -> Callable[..., Tensor]:
+    """Return a function that allocates by Inductor's `own` function where no dispatch mode looks on."""
+
+    def empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if _len_torch_dispatch_stack():
+            return _empty(device, size, stride, dtype)
+        return own(size, stride, dtype)
+
+    return empty
 
 
 def _empty(device: str, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
