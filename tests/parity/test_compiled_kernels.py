@@ -63,6 +63,16 @@ def test_a_whole_backward_is_one_graph_that_draws_what_its_forward_drew() -> Non
     judge(c)
 
 
+def test_an_evaluation_has_compiled_forwards() -> None:
+    job = compositions.job_of(Composition("gpt", microbatches=2))
+    job = replace(job, eval_data=job.batch, eval_every=1, eval_batches=1)
+    strategy = piper.Strategy(piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=2),))
+    made = piper.compile(job, strategy, options=piper.Options(kernels="inductor")).evaluation
+    assert made is not None and made.code is not None
+    codes = [made.code.get(code, made.plan.rows) for code in made.plan.codes]
+    assert any("FUSION" in code["F"].source for code in codes)
+
+
 def test_backwards_that_cannot_be_one_graph_are_steps_with_a_reason() -> None:
     """A plan explains which they are; a backward that is split in one microbatch is whole in the others."""
     job = compositions.job_of(Composition("gpt", microbatches=2))

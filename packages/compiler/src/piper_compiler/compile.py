@@ -17,7 +17,7 @@ from piper_compiler.passes.order.overlap import first_to_finish, interleavings, 
 from piper_compiler.passes.order.schedule import Scheduler, overlap_seconds
 from piper_compiler.passes.program.assemble import bound_chunks, plan_of
 from piper_compiler.passes.program.complete import complete
-from piper_compiler.passes.program.forwards import forwards_alone
+from piper_compiler.passes.program.forwards import forwards_alone, forwards_run
 from piper_compiler.passes.program.moves import check_rows_named
 from piper_compiler.passes.program.wiring import check_chunks, check_wiring
 from piper_compiler.passes.steps.columns import columns
@@ -110,7 +110,9 @@ def compiled(request: CompileRequest) -> Lowered:
                 f"{parts} microbatches x {graph.replicas} replicas: {request.training.undivided}"
             )
         if request.at_rows is not None:
-            exact = request.at_rows(rows, steps_run(graph))
+            alone = request.evaluates
+            runs = forwards_run(graph.program) if alone else steps_run(graph)
+            exact = request.at_rows(rows, runs)
             if exact is not request.program:
                 graph = directed(request, exact)
         graph = complete(graph, request.training)
