@@ -32,6 +32,8 @@ from piper_runtime.transport import GlooCommunicators
 
 WORLD = 2
 DATA_PARALLEL = "DDP"
+PLAIN = "torch.compile"
+"""The kind of comparison with the whole model and its loss under torch.compile, on one device."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ PIPELINES = {
 class Setup:
     """Hold one comparison: the same model, data and optimizer on both sides, and our plan with its code.
 
-    `kind` names torch's side, see `step_worker.SIDES`. `tolerance` is the relative difference that losses of the first
+    `kind` names torch's side, see `step_worker.SIDES`. With `compiled`, torch's side compiles its stages, or each of its
+    blocks, and ours has kernels of Inductor. `tolerance` is the relative difference that losses of the first
     steps may have: sums in another order differ by far less, another model or batch by more.
     """
 
@@ -83,6 +86,7 @@ class Setup:
     plan: Plan
     code: Mapping[str, Mapping[str, ShippedCode]]
     tolerance: float = 1e-4
+    compiled: bool = False
 
     def rows_of(self, replica: int) -> range:
         """Return the rows of one of two replicas."""
@@ -91,9 +95,13 @@ class Setup:
 
 
 def initial_model(setup: Setup) -> Any:
-    """Return the model as the job makes it."""
+    """Return the model as the job makes it, with compiled blocks where blocks are what torch's side compiles."""
     torch.manual_seed(setup.job.seed)
-    return setup.job.model().to(setup.job.precision.dtype)
+    model: Any = setup.job.model().to(setup.job.precision.dtype)
+    if setup.compiled and setup.kind not in (*PIPELINES, PLAIN):
+        for layer in model.layers:
+            layer.compile()
+    return model
 
 
 class Side(Protocol):
@@ -142,6 +150,23 @@ class TorchData(TorchSide):
         super().__init__(setup, module, fused_adamw(module), setup.rows_of(rank))
 
 
+class TorchPlain(TorchSide):
+    """Train the whole model under torch.compile, with its loss in the same graph."""
+
+    def __init__(self, setup: Setup, rank: int) -> None:
+        module, self._m = initial_model(setup), setup.plan.microbatches
+        super().__init__(setup, module, fused_adamw(module), range(setup.plan.global_batch))
+        self._loss = torch.compile(lambda x, y: setup.job.loss(module(x), y) / self._m)
+
+    def backward(self, inputs: Any, targets: Any) -> list[float]:
+        losses = []
+        for x, y in zip(inputs.chunk(self._m), targets.chunk(self._m), strict=True):
+            value = self._loss(x, y)
+            value.backward()
+            losses.append(value.item())
+        return [sum(losses)]
+
+
 class TorchStages(TorchSide):
     """Train stages of this rank under one of torch's schedules, with its defaults.
 
@@ -184,6 +209,9 @@ class TorchPipeline(TorchStages):
     def __init__(self, setup: Setup, rank: int) -> None:
         pipeline, model = PIPELINES[setup.kind], initial_model(setup)
         modules = {i: Stage(model, i, pipeline.stages) for i in pipeline.stages_of(rank)}
+        if setup.compiled:
+            for module in modules.values():
+                module.compile()
         super().__init__(setup, pipeline, modules, range(setup.plan.global_batch))
 
 

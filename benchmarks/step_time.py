@@ -5,7 +5,8 @@ processes (four, where FSDP2 is under a pipeline) hold both sides; timed runs of
 first alternates too. The result is the median of torch/ours over the pairs with its 95 % interval: above 1 a plan is
 faster than torch. Beside it stands the same ratio of CPU time, which other processes hardly change.
 
-step       torch's pipeline schedules (pp=2), DistributedDataParallel (dp=2)
+step       torch's pipeline schedules (pp=2), DistributedDataParallel (dp=2); with kernels of Inductor beside compiled
+           stages, compiled blocks (DDP and FSDP2) and the whole model under torch.compile, by CPU time
 sharded    FSDP2 beside zero=3, and the peak of memory. FSDP2 drops parameters after every forward and gathers them
            again; after a backward under a pipeline it keeps them, and gradients whole, until the step ends. So ours
            has two settings: "step" keeps both for the step; with 0 a step holds least
@@ -20,6 +21,7 @@ import multiprocessing
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from statistics import median
@@ -31,14 +33,16 @@ from benchmarks.expert_side import EXPERTS, MixtureRegime, expert_job
 from benchmarks.fsdp2_side import SHARDED
 from benchmarks.measure import Goal, Row, pairs_row
 from benchmarks.step_model import LARGE, SMALL, Regime, job
-from benchmarks.step_sides import DATA_PARALLEL, PIPELINES, WORLD, Setup
+from benchmarks.step_sides import DATA_PARALLEL, PIPELINES, PLAIN, WORLD, Setup
 from benchmarks.step_worker import ALIVE, SILENCE_S, Measured, work
 from benchmarks.tensor_side import TENSOR, tensor_job
 from piper.api.compiling.compiling import Compiled
 from piper_ir.plan.plan_bytes import flat_bytes
 from piper_runtime.rank import ShippedCode
 
-PAIRS = {"step": 40, "replicas": 160, "sharded": 30, "tensor": 60, "experts": 60}
+COMPILED = ("GPipe", "1F1B", "interleaved 1F1B")
+"""The schedules with compiled stages; torch cannot split the backward of a compiled stage."""
+PAIRS = {"step": 40, "compiled": 20, "replicas": 160, "sharded": 30, "tensor": 60, "experts": 60}
 """A step of replicas is one microbatch, so that a run is soon over and any disturbance is a large part of it."""
 QUICK_PAIRS = 2
 GOAL, PEAK_GOAL = Goal("above", 0.98), Goal("below", 0.7)
@@ -56,6 +60,27 @@ def step_rows(quick: bool) -> Iterator[Row]:
         for kind in ("1F1B",) if quick else PIPELINES:
             yield from compared("step", pipeline(kind, regime), PAIRS["step"], quick)
         yield from compared("step", replicas(regime), PAIRS["replicas"], quick)
+    for regime in (SMALL,) if quick else (LARGE, SMALL):
+        yield from compiled_rows(regime, quick)
+
+
+def compiled_rows(regime: Regime, quick: bool) -> Iterator[Row]:
+    """Compare plans with kernels of Inductor with torch's compiled sides; `quick`: with 1F1B."""
+    kinds = ("1F1B",) if quick else COMPILED
+    setups = [partial(pipeline, kind, regime) for kind in kinds]
+    if not quick:
+        setups += [partial(replicas, regime), partial(sharded, "FSDP2", regime, "step")]
+        setups.append(partial(plain, regime))
+    for make in setups:
+        setup = make(compiled=True)
+        measured = run(setup, QUICK_PAIRS if quick else PAIRS["compiled"])
+        ours, theirs = (
+            [sum(t.cpu_s for t in pair) for pair in zip(*side, strict=True)]
+            for side in ([m.ours for m in measured], [m.theirs for m in measured])
+        )
+        note = f"least of each side; CPU ms/step ours {1e3 * min(ours):.2f}, torch {1e3 * min(theirs):.2f}"
+        title = f"{name_of(setup)}, {regime.name}, compiled: CPU time, torch/ours"
+        yield Row("step", title, min(theirs) / min(ours), "ratio", goal=GOAL, note=note)
 
 
 def sharded_rows(quick: bool) -> Iterator[Row]:
@@ -128,21 +153,30 @@ def peak(kind: str, regime: Regime, resident: float | str, buckets: int = 1) -> 
     return Row("sharded", title, ours / torchs, "ratio", goal=goal, note=note)
 
 
-def pipeline(kind: str, regime: Regime) -> Setup:
+def pipeline(kind: str, regime: Regime, compiled: bool = False) -> Setup:
     """Return the comparison with one of torch's schedules."""
     recipe = PIPELINES[kind].recipe(pp=WORLD, microbatches=regime.microbatches)
-    plain = job(regime, regime.rows * regime.microbatches)
-    return prepared(kind, regime, plain, piper.Mesh(pp=WORLD), recipe)
+    trained = job(regime, regime.rows * regime.microbatches)
+    return prepared(kind, regime, trained, piper.Mesh(pp=WORLD), recipe, compiled=compiled)
 
 
-def replicas(regime: Regime) -> Setup:
+def replicas(regime: Regime, compiled: bool = False) -> Setup:
     """Return the comparison with DistributedDataParallel."""
     recipe = piper.recipes.data_parallel(over=("dp",))
-    mesh = piper.Mesh(dp=WORLD)
-    return prepared(DATA_PARALLEL, regime, job(regime, WORLD * regime.rows), mesh, recipe)
+    trained, mesh = job(regime, WORLD * regime.rows), piper.Mesh(dp=WORLD)
+    return prepared(DATA_PARALLEL, regime, trained, mesh, recipe, compiled=compiled)
 
 
-def sharded(kind: str, regime: Regime, resident: float | str, buckets: int = 1) -> Setup:
+def plain(regime: Regime, compiled: bool = True) -> Setup:
+    """Return the comparison with torch.compile on one device."""
+    recipe = (piper.split(piper.where(), microbatches=regime.microbatches),)
+    trained = job(regime, regime.rows * regime.microbatches)
+    return prepared(PLAIN, regime, trained, piper.Mesh(pp=1), recipe, compiled=compiled)
+
+
+def sharded(
+    kind: str, regime: Regime, resident: float | str, buckets: int = 1, compiled: bool = False
+) -> Setup:
     """Return the comparison with FSDP2 of a plan that keeps so much, and has about so many buckets to a layer."""
     stages = SHARDED[kind]
     microbatches = regime.microbatches if stages > 1 else 1
@@ -152,35 +186,37 @@ def sharded(kind: str, regime: Regime, resident: float | str, buckets: int = 1) 
     )
     if stages > 1:
         recipe = (*piper.recipes.one_f_one_b(pp=stages, microbatches=microbatches), *recipe)
-    plain = job(regime, regime.rows * microbatches * 2)
-    return prepared(kind, regime, plain, piper.Mesh(pp=stages, dp=2), recipe)
+    trained, mesh = job(regime, regime.rows * microbatches * 2), piper.Mesh(pp=stages, dp=2)
+    return prepared(kind, regime, trained, mesh, recipe, compiled=compiled)
 
 
 def tensor(kind: str, regime: Regime) -> Setup:
     """Return the comparison with `parallelize_module`."""
     recipe = (piper.shard(piper.where(), stream=TENSOR[kind].stream, keep=True),)
-    plain = tensor_job(kind, regime, regime.rows)
-    return prepared(kind, regime, plain, piper.Mesh(tp=WORLD), recipe, 1e-5)
+    trained = tensor_job(kind, regime, regime.rows)
+    return prepared(kind, regime, trained, piper.Mesh(tp=WORLD), recipe, 1e-5)
 
 
 def experts(regime: MixtureRegime, tolerance: float = 1e-5) -> Setup:
     """Return the comparison of a dropless mixture."""
     recipe = (*piper.recipes.expert_parallel(), *piper.recipes.data_parallel(over=("dp", "ep")))
-    plain = expert_job(regime, WORLD * regime.rows)
-    return prepared(EXPERTS, regime, plain, piper.Mesh(ep=WORLD), recipe, tolerance)
+    trained = expert_job(regime, WORLD * regime.rows)
+    return prepared(EXPERTS, regime, trained, piper.Mesh(ep=WORLD), recipe, tolerance)
 
 
 def prepared(
     kind: str,
     regime: Regime,
-    plain: piper.Job,
+    trained: piper.Job,
     mesh: piper.Mesh,
     recipe: Sequence[Any],
     tolerance: float = 1e-4,
+    compiled: bool = False,
 ) -> Setup:
     """Return a comparison with its plan and code, compiled as a user would."""
-    compiled = piper.compile(plain, piper.Strategy(mesh, recipe))
-    return Setup(kind, regime, plain, compiled.plan, shipped_code(compiled), tolerance)
+    options = piper.Options(kernels="inductor" if compiled else "eager")
+    made = piper.compile(trained, piper.Strategy(mesh, recipe), options=options)
+    return Setup(kind, regime, trained, made.plan, shipped_code(made), tolerance, compiled)
 
 
 def shipped_code(compiled: Compiled) -> Mapping[str, Mapping[str, ShippedCode]]:

@@ -26,11 +26,13 @@ from benchmarks.fsdp2_side import SHARDED, TorchSharded, most_allocated
 from benchmarks.step_sides import (
     DATA_PARALLEL,
     PIPELINES,
+    PLAIN,
     Ours,
     Setup,
     Side,
     TorchData,
     TorchPipeline,
+    TorchPlain,
 )
 from benchmarks.tensor_side import TENSOR, TorchTensor
 from piper_runtime.engine import core_share
@@ -45,6 +47,7 @@ ALIVE = "alive"
 SIDES: dict[str, Callable[[Setup, int], Side]] = {
     **dict.fromkeys(PIPELINES, TorchPipeline),
     DATA_PARALLEL: TorchData,
+    PLAIN: TorchPlain,
     **dict.fromkeys(SHARDED, TorchSharded),
     **dict.fromkeys(TENSOR, TorchTensor),
     EXPERTS: TorchMixture,

@@ -1,4 +1,5 @@
-"""Measurements of states that ranks share: the plans beside FSDP2 share all states, and both sides train alike."""
+"""Measurements of states that ranks share: the plans beside FSDP2 share all states, and both sides train alike, also
+when both compile."""
 
 from __future__ import annotations
 
@@ -29,3 +30,13 @@ def test_both_sides_train_the_same_and_hold_what_is_measured() -> None:
     rows = step_time.compared("sharded", setup, 1, quick=False)
     assert all(row.value > 0 for row in rows)
     assert step_time.peak(kind, step_model.TINY, "step").value > 0
+
+
+@pytest.mark.long
+def test_compiled_sides_train_the_same() -> None:
+    setup = step_time.sharded("FSDP2", step_model.TINY, "step", compiled=True)
+    steps = {
+        step for chunk in setup.code.values() for step, c in chunk.items() if "FUSION" in c.source
+    }
+    assert steps >= {"F", "B"}
+    assert all(row.value > 0 for row in step_time.compared("step", setup, 1, quick=False))

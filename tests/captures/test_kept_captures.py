@@ -165,6 +165,21 @@ def test_what_was_asked_for_later_is_kept_too(
     assert len(files(folder)) == 1
 
 
+def test_kernels_of_inductor_come_from_what_is_kept(
+    counted: Mock, again: Callable[[], None]
+) -> None:
+    """A kept capture has the steps with fusions, and makes them for another number of rows."""
+    options, found = piper.Options(kernels="inductor"), []
+    for asked in ([SPLIT], [SPLIT], [SPLIT, ONE]):
+        again()
+        made = [piper.compile(job(PLAIN), strategy, options=options) for strategy in asked]
+        found.append([(c.plan, c.code.get(c.plan.codes[0], c.plan.rows)) for c in made if c.code])
+    assert found[0] == found[1] == found[2][:1]
+    assert counted.call_count == 2, "the number of rows that is not kept is traced"
+    for (_, code), _ in zip(found[2], range(2), strict=True):
+        assert any("FUSION" in step.source for step in code.values())
+
+
 @pytest.mark.long
 def test_experts_that_are_shared_in_another_way_come_from_what_is_kept(folder: Path) -> None:
     for ep in (2, 4):

@@ -12,7 +12,9 @@ from dataclasses import replace
 import pytest
 
 import piper
+from piper.views.explained.explain import explain
 from piper_ir.ground.errors import CompileError
+from piper_ir.program.ops import Compute
 from piper_ops.inductor import _torch_inductor, fusions
 from tests.helpers import composition_cover as covers
 from tests.helpers import compositions, memory_judge
@@ -45,6 +47,53 @@ def rows() -> Iterator[tuple[Composition, bool]]:
 )
 def test_a_compiled_composition_trains_what_one_device_trains(c: Composition) -> None:
     judge(c)
+
+
+def steps_run(compiled: piper.Compiled) -> set[tuple[str, str]]:
+    ops = (p.op for _, _, i in compiled.plan.instructions() for p in i.parts)
+    return {(op.step, op.keep) for op in ops if isinstance(op, Compute)}
+
+
+def test_a_whole_backward_is_one_graph_that_draws_what_its_forward_drew() -> None:
+    c = Composition("gpt_dropout", rows=2, microbatches=2, keep="inputs", kernels="inductor")
+    assert steps_run(compositions.compiled(c)) == {("F", "inputs"), ("B", "inputs")} | {
+        ("F", "all"),
+        ("B", "all"),
+    }
+    judge(c)
+
+
+def test_an_evaluation_has_compiled_forwards() -> None:
+    job = compositions.job_of(Composition("gpt", microbatches=2))
+    job = replace(job, eval_data=job.batch, eval_every=1, eval_batches=1)
+    strategy = piper.Strategy(piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=2),))
+    made = piper.compile(job, strategy, options=piper.Options(kernels="inductor")).evaluation
+    assert made is not None and made.code is not None
+    codes = [made.code.get(code, made.plan.rows) for code in made.plan.codes]
+    assert any("FUSION" in code["F"].source for code in codes)
+
+
+def test_backwards_that_cannot_be_one_graph_are_steps_with_a_reason() -> None:
+    """A plan explains which they are; a backward that is split in one microbatch is whole in the others."""
+    job = compositions.job_of(Composition("gpt", microbatches=2))
+    where, options = piper.where, piper.Options(kernels="inductor")
+    for more, steps, reason in (
+        ((), {"F", "B"}, ""),
+        ((piper.split_backward(where(mb=0)),), {"F", "I", "W", "B"}, "split_backward"),
+        (
+            (piper.recompute(where(), keep="inputs", apart=True),),
+            {"F", "R", "I", "W", "B"},
+            "apart",
+        ),
+        ((piper.recompute(where(), group=2),), {"F", "R", "I", "W", "B"}, "makes outputs again"),
+    ):
+        strategy = piper.Strategy(piper.Mesh(pp=1), (piper.split(where(), microbatches=2), *more))
+        compiled = piper.compile(job, strategy, options=options)
+        assert {step for step, _ in steps_run(compiled)} == steps, more
+        text = explain(compiled)
+        assert "kernels of Inductor: the backward of" in text and reason in text
+        assert ("it is steps for" in text) == bool(reason)
+        assert "kernels of" not in explain(piper.compile(job, strategy))
 
 
 def test_kernels_that_the_counter_cannot_see_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from packages.capture.tests.joint_cases import CASES, block_tensors, gpt_block, rand
-from packages.capture.tests.joint_harness import Case, check, saved_bytes, trace
-from piper_capture.steps.joint import TracedChunk
+from packages.capture.tests.joint_harness import Case, capture, check, run, saved_bytes, trace
+from piper_capture.steps import phases
+from piper_capture.steps.codegen import compile_step, generate
+from piper_capture.steps.joint import TracedChunk, cut_chunk, trace_joint
+from piper_capture.steps.schedule import schedule
 from piper_ir.ground.sizes import bind
 from tests.helpers.cases import each_case
 
@@ -260,3 +263,26 @@ def test_sizes_are_affine_in_rows(rows: int) -> None:
     one, here = trace_at(3), trace_at(rows)
     assert bind(here.ports["out0"].nbytes, 0) * 3 == bind(one.ports["out0"].nbytes, 0) * rows
     assert here.steps["F"].reads == one.steps["F"].reads
+
+
+@each_case("keep", ["all", "products", "inputs"])
+def test_a_whole_backward_reads_what_f_keeps_and_makes_the_same_gradients(keep: str) -> None:
+    """B takes nothing from I to W, and computes again what the policy leaves out, with the numbers of R, I and W."""
+    case = CASES["gpt block"]
+    joint = trace_joint(capture(case), case.inputs(), [True])
+    apart = cut_chunk(joint, keep)
+    graphs = phases.cut(joint, keep, joined=True).steps
+    b = graphs["B"]
+    kept = {p for p in graphs["F"].writes if p.startswith("saved")}
+    assert {p for p in b.reads if p.startswith(("saved", "iw"))} == kept
+    assert (b.writes, b.accumulates) == (("gin0",), apart.steps["W"].accumulates)
+    assert any(p.startswith("iw") for p in apart.steps["I"].writes)
+
+    ports = run(apart, case.tensors, [rand(2, 6, 8)])
+    code = generate("B", b, schedule(b), joint.constants)
+    total = [torch.ones_like(case.tensors[k]) for k in b.accumulates]
+    with torch.no_grad():
+        (gradient,) = compile_step(code)([ports[p] for p in b.reads] + total)
+    torch.testing.assert_close(gradient, ports["gin0"], rtol=1e-12, atol=1e-12)
+    for k, each in zip(b.accumulates, total, strict=True):
+        torch.testing.assert_close(each, ports[f"acc{k}"], rtol=1e-12, atol=1e-12)

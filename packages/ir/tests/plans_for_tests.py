@@ -14,13 +14,13 @@ from piper_ir.program.ops import (
     Add,
     Collective,
     Compute,
-    ComputeStep,
     Load,
     Op,
     Recv,
     Seed,
     Send,
     SquaredNorm,
+    Step,
     Update,
     Zeros,
 )
@@ -116,7 +116,7 @@ class Builder:
 
 def step(
     chunk: str,
-    kind: ComputeStep,
+    kind: Step,
     mb: int,
     reads: tuple[str, ...],
     writes: tuple[str, ...],

@@ -3,13 +3,17 @@ and moves."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from piper_ops import (
     DECOMPOSITIONS,
     OP_KERNELS,
+    compiled_fusion,
     cross_entropy,
     cross_entropy_dgrad,
     layer_norm,
@@ -21,6 +25,7 @@ from piper_ops import (
     rms_norm_dgrad,
     rms_norm_wgrad,
 )
+from piper_ops.inductor import fusions
 
 SHAPE = [6]
 
@@ -88,3 +93,15 @@ def test_a_result_that_is_no_storage_of_its_own_is_seen() -> None:
     source += "    v0 = torch.ops.aten.add.Tensor(a0, 1)\n    return (v0, v0,)\n"
     assert not lowered(source, (((3,), "float32"),), "cpu").owning
     assert not lowered(source.replace("v0, v0", "a0, v0"), (((3,), "float32"),), "cpu").owning
+
+
+def test_compiled_kernels_are_found_on_disk() -> None:
+    """What a process has compiled before, or another one has, is read and not made again."""
+    specs, found = (((4, 8), "float64"), ((4, 8), "float64")), counters["inductor"]
+    for _ in range(2):
+        before = Counter(found)
+        fusions._compiled.cache_clear()
+        (made,) = compiled_fusion(GATED, specs, "cpu")([drawn(4, 8), drawn(4, 8)])
+        torch.testing.assert_close(made, torch.nn.functional.silu(drawn(4, 8)) * drawn(4, 8))
+    assert (Counter(found) - before)["fxgraph_cache_hit"] == 1
+    assert not (Counter(found) - before)["fxgraph_cache_bypass"]

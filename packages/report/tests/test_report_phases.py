@@ -9,19 +9,19 @@ from piper_ir.plan.plan import Instr, Part
 from piper_ir.program.ops import (
     Collective,
     Compute,
-    ComputeStep,
     Fold,
     Fresh,
     Load,
     Seed,
     SquaredNorm,
+    Step,
     Update,
 )
 from piper_report.facts.phases import kinds
 from tests.helpers.cases import each_case
 
 
-def instr(*steps: tuple[ComputeStep, int], first: Iterable[Part] = ()) -> Instr:
+def instr(*steps: tuple[Step, int], first: Iterable[Part] = ()) -> Instr:
     return Instr(
         "compute", (*first, *(Part(f"c.{s}@{mb}", Compute("c", s), mb) for s, mb in steps))
     )

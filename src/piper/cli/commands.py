@@ -230,6 +230,7 @@ def explain(
     file: FileArgument,
     params: ParamsOption = None,
     strategy: StrategyFileOption = None,
+    kernels: KernelsOption = "eager",
     as_json: AsJsonOption = False,
 ) -> None:
     """Print what a strategy became: directives, roles, order, communication, memory.
@@ -241,9 +242,11 @@ def explain(
         from piper.cli.loading import load_file
         from piper.views.explained.explain import explain as text
         from piper.views.explained.explain import facts
+        from piper_compiler import Options, kernel_source
 
         recipe = load_file(file, pairs(params), strategy)
-        compiled = compile(recipe.job, recipe.strategy)
+        options = Options(kernels=kernel_source(kernels))
+        compiled = compile(recipe.job, recipe.strategy, options=options)
         print(json.dumps(facts(compiled)) if as_json else text(compiled))
 
 

@@ -13,7 +13,7 @@ from piper_ir.graph.graph import Editor, Graph, Node
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.node_ids import compute_id
 from piper_ir.program.costs import Costs
-from piper_ir.program.ops import Add, Compute, ComputeStep
+from piper_ir.program.ops import Add, Compute, Step
 from piper_ir.program.program import Chunk, Program
 
 
@@ -38,7 +38,7 @@ def build_graph(program: Program, mesh: Mesh, costs: Costs | None = None) -> Gra
 
 
 def _add_compute(
-    edit: Editor, chunk: Chunk, step: ComputeStep, tangents: Mapping[str, str] | None = None
+    edit: Editor, chunk: Chunk, step: Step, tangents: Mapping[str, str] | None = None
 ) -> None:
     coords = {**chunk.coords, "chunk": chunk.id, "phase": step, "op": "compute"}
     for port in value_writes(chunk, step):

@@ -17,7 +17,7 @@ from piper_compiler.passes.order.overlap import first_to_finish, interleavings, 
 from piper_compiler.passes.order.schedule import Scheduler, overlap_seconds
 from piper_compiler.passes.program.assemble import bound_chunks, plan_of
 from piper_compiler.passes.program.complete import complete
-from piper_compiler.passes.program.forwards import forwards_alone
+from piper_compiler.passes.program.forwards import forwards_alone, forwards_run
 from piper_compiler.passes.program.moves import check_rows_named
 from piper_compiler.passes.program.wiring import check_chunks, check_wiring
 from piper_compiler.passes.steps.columns import columns
@@ -30,7 +30,8 @@ from piper_compiler.passes.steps.positions import positions
 from piper_compiler.passes.steps.release import releases
 from piper_compiler.passes.steps.residency import residency
 from piper_compiler.passes.steps.templates import Drafted
-from piper_compiler.request import CompileRequest, Options, Training
+from piper_compiler.ports import steps_run
+from piper_compiler.request import CompileRequest, Options, ProgramAt, Training
 from piper_compiler.strategy import Strategy
 from piper_ir.fold.memory import with_peaks
 from piper_ir.fold.timing import Prepared
@@ -77,7 +78,7 @@ def compile_program(
     training: Training | None = None,
     costs: Costs | None = None,
     options: Options | None = None,
-    at_rows: Callable[[int], Program] | None = None,
+    at_rows: ProgramAt | None = None,
     evaluates: bool = False,
 ) -> Lowered:
     """Build the graph, apply the directives in order, complete and lower it.
@@ -108,8 +109,12 @@ def compiled(request: CompileRequest) -> Lowered:
             raise CompileError(
                 f"{parts} microbatches x {graph.replicas} replicas: {request.training.undivided}"
             )
-        if request.at_rows is not None and (exact := request.at_rows(rows)) is not request.program:
-            graph = directed(request, exact)
+        if request.at_rows is not None:
+            alone = request.evaluates
+            runs = forwards_run(graph.program) if alone else steps_run(graph)
+            exact = request.at_rows(rows, runs)
+            if exact is not request.program:
+                graph = directed(request, exact)
         graph = complete(graph, request.training)
         check_wiring(graph)
         return lowered(forwards_alone(graph) if request.evaluates else graph, rows, request)

@@ -2,14 +2,16 @@
 
 A graph has nodes of phase F and B; B stands for the steps of `BACKWARD` until `split_backward` makes nodes of them.
 Under a policy of recomputation the first of these steps comes after R, unless R is a node of its own. A plan has F, R,
-I and W parts.
+I and W parts. A chunk with compiled kernels may have a step B that does the work of R, I and W in one graph; a node B
+is that step unless R is a node of its own.
 """
 
 from __future__ import annotations
 
+from piper_ir.graph.graph import Graph
 from piper_ir.plan.plan import Category, is_state
-from piper_ir.program.ops import ComputeStep, variant_name
-from piper_ir.program.program import Chunk, Program, Signature, Step
+from piper_ir.program.ops import Compute, Step, variant_name
+from piper_ir.program.program import Chunk, Program, Signature
 
 BACKWARD: tuple[Step, ...] = ("I", "W")
 """The steps of a whole backward, B: I, then W."""
@@ -18,11 +20,13 @@ _OWN = ("saved", "iw")
 """The ports that never leave their chunk and microbatch, whose steps run on one device; no values of a graph."""
 
 
-def steps_of(chunk: Chunk, step: ComputeStep, apart: bool = False) -> tuple[Step, ...]:
+def steps_of(chunk: Chunk, step: Step, apart: bool = False) -> tuple[Step, ...]:
     """Return the steps of a chunk that run for a step of a graph, in order, without empty ones.
 
     The chunk is the variant that runs. `apart` says that R is a node of its own (see `Compute`).
     """
+    if step == "B" and "B" in chunk.steps and not (apart and "R" in chunk.steps):
+        return _present(chunk, ("B",))
     present = _present(chunk, BACKWARD if step == "B" else (step,))
     if (
         "R" in chunk.steps
@@ -34,16 +38,33 @@ def steps_of(chunk: Chunk, step: ComputeStep, apart: bool = False) -> tuple[Step
     return present
 
 
+def steps_run(graph: Graph) -> dict[str, set[Step]]:
+    """Return the steps that the nodes of a graph run, by the names of the chunks' variants.
+
+    A backward whose R is a node of its own runs I and W; any other one of phase B runs B.
+    """
+    runs: dict[str, set[Step]] = {}
+    for node in graph.sequence:
+        op = node.op
+        if isinstance(op, Compute):
+            apart = op.step == "B" and op.apart
+            runs.setdefault(op.variant, set()).update(BACKWARD if apart else (op.step,))
+    for steps in runs.values():
+        if not steps.isdisjoint(BACKWARD):
+            steps.add("R")
+    return runs
+
+
 def _present(chunk: Chunk, steps: tuple[Step, ...]) -> tuple[Step, ...]:
     return tuple([name for name in steps if name in chunk.steps and not chunk.steps[name].empty])
 
 
-def signatures(chunk: Chunk, step: ComputeStep, apart: bool = False) -> tuple[Signature, ...]:
+def signatures(chunk: Chunk, step: Step, apart: bool = False) -> tuple[Signature, ...]:
     """Return the signatures of `steps_of`."""
     return tuple([chunk.steps[name] for name in steps_of(chunk, step, apart)])
 
 
-def value_reads(chunk: Chunk, step: ComputeStep, apart: bool = False) -> tuple[str, ...]:
+def value_reads(chunk: Chunk, step: Step, apart: bool = False) -> tuple[str, ...]:
     """Return the ports whose values are data edges into the step.
 
     Parameters, buffers and saved tensors of F (see `kept`) are not among them. A value that I hands to W is, if it is a
@@ -60,7 +81,7 @@ def value_reads(chunk: Chunk, step: ComputeStep, apart: bool = False) -> tuple[s
     return tuple(dict.fromkeys(ports))
 
 
-def value_writes(chunk: Chunk, step: ComputeStep, apart: bool = False) -> tuple[str, ...]:
+def value_writes(chunk: Chunk, step: Step, apart: bool = False) -> tuple[str, ...]:
     """Return the ports whose values the step gives to other nodes: all that do not stay in its chunk."""
     return tuple(
         p for s in signatures(chunk, step, apart) for p in s.writes if not p.startswith(_OWN)
@@ -99,7 +120,7 @@ def port_category(port: str) -> Category:
     return "gradient" if port.startswith(("gin", "tan")) else "activation"
 
 
-def trains(chunk: Chunk, step: ComputeStep = "B") -> tuple[str, ...]:
+def trains(chunk: Chunk, step: Step = "B") -> tuple[str, ...]:
     """Return the parameters to whose gradient a step of the chunk adds, in input order."""
     sigs = signatures(chunk, step)
     return tuple(dict.fromkeys(chunk.inputs[i].ref for s in sigs for i in s.accumulates))

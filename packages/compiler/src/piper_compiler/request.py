@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast, get_args
 
@@ -10,7 +10,7 @@ from piper_compiler.strategy import Strategy
 from piper_ir.ground.errors import CompileError
 from piper_ir.plan.plan import Bucket, DeviceType
 from piper_ir.program.costs import Costs
-from piper_ir.program.ops import KernelSource
+from piper_ir.program.ops import KernelSource, Step
 from piper_ir.program.program import Param, Program
 
 
@@ -97,6 +97,10 @@ def kernel_source(name: str) -> KernelSource:
     return cast(KernelSource, name)
 
 
+ProgramAt = Callable[[int, Mapping[str, Collection[Step]]], Program]
+"""The program for a number of rows, for a graph that runs these steps of chunks, by the names of their variants."""
+
+
 @dataclass(frozen=True)
 class CompileRequest:
     """Hold a program, a strategy, and everything else that decides the plan.
@@ -117,5 +121,5 @@ class CompileRequest:
     training: Training = Training()
     costs: Costs | None = None
     options: Options = Options()
-    at_rows: Callable[[int], Program] | None = None
+    at_rows: ProgramAt | None = None
     evaluates: bool = False

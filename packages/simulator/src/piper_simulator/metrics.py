@@ -195,7 +195,7 @@ def step_runs(table: InstrTable) -> Counter[tuple[str, Step]]:
     runs: Counter[tuple[str, Step]] = Counter()
     for k, times in Counter(table.used).items():
         for op in [part.op for part in table.templates[k].parts]:
-            if isinstance(op, Compute) and op.step != "B":
+            if isinstance(op, Compute):
                 runs[op.variant, op.step] += times
     return runs
 
@@ -204,7 +204,8 @@ def repeated_share(plan: Plan) -> float:
     """Return the share of FLOPs in which devices that share chunks repeat each other's computation."""
     degree, total, repeated = plan.mesh.degree(plan.shared), 0.0, 0.0
     for chunk in plan.chunks:
-        for kernel in (k for sig in chunk.steps.values() for k in sig.cost.kernels):
+        steps = (sig for step, sig in chunk.steps.items() if step != "B")  # R, I and W say the same
+        for kernel in (k for sig in steps for k in sig.cost.kernels):
             flops = bind(kernel.flops, plan.rows) * kernel.count
             total, repeated = total + flops, repeated + flops * (1 - kernel.shared / degree)
     return repeated / total if total else 0.0

@@ -87,7 +87,6 @@ def _step(plan: Plan, op: Compute, device: Device, kernels: defaultdict[str, flo
     stack = device.stack
     whole = stack is not None and stack.recomputed == "whole" and chunk.keep == "inputs"
     step = "F" if whole and op.step == "R" else op.step
-    assert step != "B", "a plan holds I and W parts; B exists in graphs only"
     cost = chunk.steps[step].cost
     took = step_took(device, cost, step).seconds
     alone = 0.0

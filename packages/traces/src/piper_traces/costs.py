@@ -47,7 +47,6 @@ def measured_costs(
             continue
         for part, seconds in _shared_out(role, instr, span.end - span.start, model):
             if isinstance(part.op, Compute):
-                assert part.op.step != "B", "plans have I and W"
                 key = plan.chunk(part.op.variant).code, part.op.step
                 steps[key].append(seconds)
                 chunk_of.setdefault(key, part.op.chunk)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +13,7 @@ from piper.api.captures.kept_captures import forget, kept_or_made, write_first
 from piper_compiler import ASKED_FOR, CaptureRequest
 from piper_compiler.directives.partition import before_empty
 from piper_ir.ground.errors import CaptureError
-from piper_ir.program.ops import CHECKPOINT
+from piper_ir.program.ops import CHECKPOINT, Step
 from piper_ir.program.program import Program
 from piper_ir.tools import no_garbage_collection, working
 
@@ -48,8 +48,10 @@ class CaptureKey:
     file: str | None = field(default=None, compare=False)
 
 
-def program_at(captured: Captured, rows: int) -> Program:
-    """Return the program for microbatches of `rows` rows.
+def program_at(
+    captured: Captured, rows: int, runs: Mapping[str, Collection[Step]] | None = None
+) -> Program:
+    """Return the program for microbatches of `rows` rows, of whose chunks the steps `runs` run (see `Captured.bind`).
 
     It has affine sizes, after a check that the captured path holds at that many rows. One row has a program of its own,
     because sizes are not affine there, and so has any number of rows under Inductor's kernels. Raises CaptureError if
@@ -59,7 +61,7 @@ def program_at(captured: Captured, rows: int) -> Program:
 
     try:
         if not captured.is_affine(rows):
-            return captured.bind(rows)
+            return captured.bind(rows, runs)
         check_rows(captured.forward, rows)
     except CaptureError:
         for key in [key for key, kept in _CAPTURES.items() if kept.forward is captured.forward]:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from piper.api.captures.capturing import is_held, program_at, rewritten, traced_job
@@ -175,7 +175,7 @@ def compile(
             training=training,
             costs=costs,
             options=options,
-            at_rows=lambda rows: program_at(captured, rows),
+            at_rows=partial(program_at, captured),
         )
     check_separable(trained.spec, lowered.plan)
     check_data(source, lowered.plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from piper.api.captures.capturing import program_at, rewritten, traced_job
@@ -41,7 +42,7 @@ def compiled_evaluation(
             global_batch=job.global_batch,
             training=training,
             options=Options(device=plan.device),
-            at_rows=lambda rows: program_at(captured, rows),
+            at_rows=partial(program_at, captured),
             evaluates=True,
         )
     except (CaptureError, CompileError, DirectiveError) as error:

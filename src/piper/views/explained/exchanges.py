@@ -36,7 +36,6 @@ def _messages(plan: Plan, role: RolePlan) -> Iterator[str]:
     """Yield a line per phase: how many messages of each kind, with their bytes on one rank."""
     sizes_by_step: dict[str, dict[str, list[int]]] = {}
     for op in (p.op for instr in role.program for p in instr.parts if isinstance(p.op, Compute)):
-        assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
         for sent in plan.chunk(op.variant).steps[op.step].collectives:
             if nbytes := bind(sent.nbytes, plan.rows):  # further rounds have none in a plan
                 sizes_by_step.setdefault(op.step, {}).setdefault(sent.kind, []).append(nbytes)

@@ -45,7 +45,7 @@ def _cost(plan: Plan, keep: str, variants: Sequence[Chunk]) -> str:
         for chunks in (variants, [plan.chunk(v.id) for v in variants])
     )
     again = sum(v.steps["R"].cost.flops for v in variants)
-    rest = sum(v.steps[s].cost.flops for v in variants for s in v.steps if s != "R")
+    rest = sum(v.steps[s].cost.flops for v in variants for s in v.steps if s not in ("R", "B"))
     share = f"{again / rest:.1%}" if rest else "none"
     return (
         f"{keep}: {len(variants)} chunks keep {size_text(kept)} and {size_text(_inputs(variants))} of inputs in "

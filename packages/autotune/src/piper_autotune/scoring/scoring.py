@@ -113,7 +113,7 @@ class _Compiling:
             )
         )
 
-    def at_rows(self, rows: int) -> Program:
+    def at_rows(self, rows: int, runs: object = None) -> Program:
         return self._program(wanted_by(self.strategy, self.problem.program, rows))
 
     def _program(self, wanted: Wanted) -> Program:

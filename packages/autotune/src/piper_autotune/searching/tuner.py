@@ -272,7 +272,7 @@ def _settled(strategy: Strategy, problem: TuningProblem, programs: Programs) -> 
     if not depends_on_costs(strategy):
         return strategy
 
-    def at(rows: int) -> Program:
+    def at(rows: int, runs: object = None) -> Program:
         return programs.exact(wanted_by(strategy, problem.program, rows)) or problem.program
 
     lowered = compile_program(

@@ -33,6 +33,11 @@ TRADES = (experts_send, experts_take, experts_give, experts_home)
 """The operators that bring rows into and out of the places for them."""
 
 
+def has_experts(graph: fx.Graph) -> bool:
+    """Return whether devices share dropless experts in a graph."""
+    return bool(_calls(graph, *TRADES, *ROUNDS))
+
+
 def expert_regions(steps: Mapping[Step, StepGraph]) -> dict[Step, ExpertRegion]:
     """Return the dropless experts of each step of a chunk, at concrete sizes; none if devices share none in it."""
     sends = _calls(steps["F"].graph, experts_send)

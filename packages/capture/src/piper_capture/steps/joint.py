@@ -23,7 +23,7 @@ from piper_capture.graphs.stepgraph import Joint
 from piper_capture.steps import exchanges, kernels, liveness, phases
 from piper_capture.steps.codegen import StepCode, generate
 from piper_capture.steps.draws import Drawn, drawn_in, number_draws
-from piper_capture.steps.expert_region import expert_regions
+from piper_capture.steps.expert_region import expert_regions, has_experts
 from piper_capture.steps.fusions import fuse
 from piper_capture.steps.schedule import schedule
 from piper_capture.torch_api import _torch_joint
@@ -89,22 +89,31 @@ def cut_chunk(
     joint: Joint,
     keep: str,
     inside: Sequence[Collection[str] | None] = (None,),
-    fused: bool = False,
+    fused: Collection[Step] = (),
     usual: TracedChunk | None = None,
 ) -> TracedChunk:
     """Return the steps of a traced chunk under a policy of recomputation; the joint graph stays as it is.
 
     `inside` are the origins of the operations for which each of the policies beside each other holds; None for all.
-    `fused` puts operations into fusions, which Inductor compiles.
+    In the steps `fused`, operations become fusions, which Inductor compiles. B is one of them unless devices share
+    experts, or R makes outputs for others; then R, I and W are in its place.
     From `usual`, the same chunk without a policy, are the steps that are equal, unless regions of experts need graphs.
     """
     if usual is not None and any(sig.experts is not None for sig in usual.steps.values()):
         usual = None
-    cut = phases.cut(joint, keep, inside, None if usual is None else usual.output_grads)
+    cut = phases.cut(
+        joint,
+        keep,
+        inside,
+        None if usual is None else usual.output_grads,
+        joined="B" in fused and not has_experts(joint.graph),
+    )
+    if "B" not in cut.steps and "B" in fused:
+        fused = {*fused, "R", "I", "W"}
     steps: dict[Step, Signature] = {}
     code: dict[Step, StepCode] = {}
-    for graph in cut.steps.values():
-        if fused:
+    for step, graph in cut.steps.items():
+        if step in fused:
             fuse(graph)
         rewrite_step(graph)
     regions = expert_regions(cut.steps)

@@ -4,6 +4,7 @@
     R   the saved nodes that F does not keep, from inputs, outputs and kept nodes (`recompute`)
     I   ancestors of the gradients of values, among the nodes of backward
     W   the other ancestors of the gradients of parameters; only W accumulates
+    B   R, I and W in one, for kernels that are compiled together; it hands nothing from one to the other
 
 A step that needs a node of an earlier step gets it through a port, as the node's whole storage, unless it can *repeat*
 the node: a view, an op without tensor inputs that draws no random numbers, or a view or cast of a parameter (saving
@@ -64,11 +65,14 @@ def cut(
     keep: str = KEEP_ALL,
     inside: Sequence[Collection[str] | None] = (None,),
     output_grads: tuple[bool, ...] | None = None,
+    *,
+    joined: bool = False,
 ) -> ChunkSteps:
     """Return the steps of a chunk under a recomputation policy, and the specs of its ports.
 
     `inside` are the origins of the operations for which each of the policies beside each other holds; None for all. I
-    and W are the same under any policy, and left out if `output_grads` are known from another.
+    and W are the same under any policy, and left out if `output_grads` are known from another. There is a step B if it
+    should be there (`joined`), except where R makes outputs again, which other chunks read before B would be done.
     """
     rank = {n: i for i, n in enumerate(joint.graph.nodes)}
     backward = backward_nodes(joint)
@@ -113,13 +117,16 @@ def cut(
     i.hand_over("iw", handed)
     w = build(step_w.body, placed | f.placed | i.placed)
     w.accumulate(params)
-    steps: dict[Step, StepGraph] = {
-        **_forward(joint, keep, inside, f, body_f, placed),
-    }
+    steps, again, kept = _forward(joint, keep, inside, f, body_f, placed)
     if output_grads is None:
         steps |= {"I": i.finish(), "W": w.finish()}
         read = {port for step in steps.values() for port in step.reads}
         output_grads = tuple(f"tan{k}" in read for k in range(len(joint.outputs)))
+    if joined and not keep.endswith(HANDS_ON):
+        b = build(again | step_i.body | set(handed) | step_w.body, {**placed, **kept})
+        b.write((f"gin{k}", n) for k, n in values.items())
+        b.accumulate(params)
+        steps["B"] = b.finish()
     ports = {f"in{k}": spec_of(n) for k, n in enumerate(joint.inputs)}
     ports |= f.specs
     ports |= {f"tan{k}": spec_of(n) for k, n in enumerate(joint.outputs) if output_grads[k]}
@@ -135,8 +142,11 @@ def _forward(
     keeping: StepBuilder,
     body: set[fx.Node],
     placed: Mapping[fx.Node, Storage],
-) -> dict[Step, StepGraph]:
-    """Return F and R, or F alone if the policy saves all tensors. `keeping` builds the F that saves all."""
+) -> tuple[dict[Step, StepGraph], set[fx.Node], Mapping[fx.Node, Storage]]:
+    """Return F and R, or F alone if the policy saves all tensors. `keeping` builds the F that saves all.
+
+    Beside them return the nodes that R computes, and the storages that F provides.
+    """
     hands_on = keep.endswith(HANDS_ON)
     saved = {n: s for n, s in keeping.placed.items() if s.port.startswith("saved")}
     rank = {n: i for i, n in enumerate(joint.graph.nodes)}
@@ -145,7 +155,7 @@ def _forward(
     policies = [KeepPolicy(name, where, order) for name, where in zip(names, inside)]
     left = [n for n in saved if not all(policy.keeps(n) for policy in policies)]
     if not left:
-        return {"F": keeping.finish()}
+        return {"F": keeping.finish()}, set(), keeping.placed
     available = {
         n
         for n, s in keeping.placed.items()
@@ -171,7 +181,7 @@ def _forward(
     )
     f.write((f"out{k}", n) for k, n in enumerate(joint.outputs))
     f.write_again(kept)
-    return {"F": f.finish(), "R": r.finish()}
+    return {"F": f.finish(), "R": r.finish()}, again.body, provided
 
 
 def backward_nodes(joint: Joint) -> set[fx.Node]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,7 +14,7 @@ from piper_capture.steps.linearity import Auxiliary
 from piper_capture.store.codestore import CodeStore
 from piper_capture.trace.dynamo import Forward
 from piper_ir.program.layout import Sharding
-from piper_ir.program.ops import KernelSource
+from piper_ir.program.ops import KernelSource, Step
 from piper_ir.program.program import Program, bind_chunks
 
 
@@ -70,27 +70,28 @@ class Captured:
         """Return the program, which serves as the outline that a traced model has."""
         return self.program
 
-    def bind(self, rows: int) -> Program:
+    def bind(self, rows: int, runs: Mapping[str, Collection[Step]] | None = None) -> Program:
         """Return the program with integer sizes for microbatches of `rows` rows on one device.
 
         Sizes at one row come from a trace at one row, at which torch makes views instead of copies. Inductor's choice
-        of kernels depends on the sizes, so that they come from a trace at the very rows. Raises CaptureError if the
-        model takes another path at this number of rows than the captured one.
+        of kernels depends on the sizes, so that they come from a trace at the very rows. It compiles the steps `runs`,
+        by the chunk's variant; all without. Raises CaptureError if the model takes another path at this number of rows
+        than the captured one.
         """
         check_rows(self.forward, rows)
         chunks, variants = self.program.chunks, self.program.variants
         if not self.is_affine(rows):
-            named = self.code.fused if self.kernels == "inductor" else str
-            codes = {chunk.code: named(chunk.code) for chunk in (*chunks, *variants)}
-            traced = {code: self.code.alone(code, rows) for code in dict.fromkeys(codes.values())}
+            codes = self._codes(runs)
+            traced = {
+                code: self.code.alone(code, rows)
+                for own, code in codes.items()
+                if rows == 1 or code != own
+            }
             chunks, variants = (
                 tuple(
-                    replace(
-                        c,
-                        code=codes[c.code],
-                        ports=traced[codes[c.code]][0],
-                        steps=traced[codes[c.code]][1],
-                    )
+                    replace(c, code=code, ports=traced[code][0], steps=traced[code][1])
+                    if (code := codes[c.code]) in traced
+                    else c
                     for c in cs
                 )
                 for cs in (chunks, variants)
@@ -98,6 +99,17 @@ class Captured:
         return replace(
             self.program, chunks=bind_chunks(chunks, rows), variants=bind_chunks(variants, rows)
         )
+
+    def _codes(self, runs: Mapping[str, Collection[Step]] | None) -> dict[str, str]:
+        """Return for the code of each chunk the one that runs, whose steps `runs` Inductor compiles if it should."""
+        steps_by_code: dict[str, set[Step]] = {}
+        for chunk in (*self.program.chunks, *self.program.variants):
+            steps = chunk.steps if runs is None else runs.get(chunk.variant, ())
+            steps_by_code.setdefault(chunk.code, set()).update(steps)
+        return {
+            code: self.code.fused(code, steps) if steps and self.kernels == "inductor" else code
+            for code, steps in steps_by_code.items()
+        }
 
     def is_affine(self, rows: int) -> bool:
         """Return whether the program for a number of rows follows from the one with sizes affine in rows."""

@@ -76,7 +76,7 @@ class TraceSpec:
         dispatch: the values that it exchanges with chunks of experts, or they with it.
         routed: how devices trade the rows of a dropless mixture inside of it.
         tiles: the tiles of tokens in which it computes logits and their loss.
-        fused: whether Inductor compiles groups of its operations.
+        fused: the steps in which Inductor compiles groups of its operations.
     """
 
     cut: Cut
@@ -94,7 +94,7 @@ class TraceSpec:
     dispatch: Dispatch | None = None
     routed: Routed | None = None
     tiles: int = 1
-    fused: bool = False
+    fused: tuple[Step, ...] = ()
 
     @property
     def origins(self) -> tuple[frozenset[str] | None, ...]:
@@ -189,6 +189,10 @@ def example_tensor(spec: TensorSpec, rows: int) -> Tensor:
     return torch.empty(shape, dtype=getattr(torch, spec.dtype), device="meta")
 
 
+Fused = dict[str, tuple[str, tuple[Step, ...]]]
+"""The code id of a code with fusions -> that of the one without, and the steps with fusions; none if it has none."""
+
+
 class CodeStore:
     """Map a code id to the functions of its steps, at a number of rows.
 
@@ -205,7 +209,7 @@ class CodeStore:
         self._joints: dict[tuple[str, int], Joint] = {}
         self._sharded: dict[tuple[str, int], Sharded] = {}
         self._expected: dict[str, Chunk] = {}
-        self._eager: dict[str, str] = {}  # code id of a code with fusions -> the one without
+        self._fused: Fused = {}
 
     def add(self, code: str, recipe: TraceSpec) -> None:
         self._recipes.setdefault(code, recipe)
@@ -262,18 +266,28 @@ class CodeStore:
         self._recipes.setdefault(name, replace(self._recipes[code], tiles=tiles))
         return name
 
-    def fused(self, code: str) -> str:
-        """Return the code id of a code in which Inductor compiles groups of operations.
+    def fused(self, code: str, steps: Iterable[Step]) -> str:
+        """Return the code id of a code in which Inductor compiles groups of operations of some steps.
 
         A code that is a module of its own, or that only passes values on or counts, stays as it is.
         """
+        wanted = tuple(sorted(steps))
+        name = hashlib.sha256(f"{code} fused {''.join(wanted)}".encode()).hexdigest()[:16]
+        if name not in self._fused:
+            self._fused[name] = code, wanted if self._fuse(name, code, wanted) else ()
+        return name if self._fused[name][1] else code
+
+    def _fuse(self, name: str, code: str, steps: tuple[Step, ...]) -> bool:
+        """Let the store make a code with fusions; return False if it has none."""
         recipe = self._recipes.get(code)
         if recipe is None or recipe.piece.opaque:
-            return code
-        name = hashlib.sha256(f"{code} fused".encode()).hexdigest()[:16]
-        self._recipes.setdefault(name, replace(recipe, fused=True))
-        self._eager[name] = code
-        return name
+            return False
+        self._recipes.setdefault(name, replace(recipe, fused=steps))
+        return True
+
+    def _unfused(self, code: str) -> str:
+        """Return the code id of a code without its fusions."""
+        return self._fused.get(code, (code, ()))[0]
 
     def dispatched(self, code: str, dispatch: Dispatch) -> str:
         """Return the code id of a code that exchanges values with chunks of experts, or is one."""
@@ -319,9 +333,12 @@ class CodeStore:
         self._expected[code] = chunk
 
     @property
-    def made(self) -> tuple[dict[tuple[str, int], TracedChunk], dict[str, Chunk]]:
-        """Return all steps that were made so far, and the chunks that are expected; both can be pickled."""
-        return dict(self._traced), dict(self._expected)
+    def made(self) -> tuple[dict[tuple[str, int], TracedChunk], dict[str, Chunk], Fused]:
+        """Return all steps that were made so far, the chunks that are expected, and the codes with fusions.
+
+        They can be pickled.
+        """
+        return dict(self._traced), dict(self._expected), dict(self._fused)
 
     def __iter__(self) -> Iterator[str]:
         yield from self._recipes
@@ -362,7 +379,7 @@ class CodeStore:
             return cut_chunk(recipe.joint(rows), KEEP_ALL)
         if recipe.piece.opaque:
             return recipe.opaque(rows)
-        eager = self._eager.get(code, code)
+        eager = self._unfused(code)
         base = eager if recipe.keep == KEEP_ALL else eager.partition(variant_name("", ""))[0]
         usual = self._traced.get((base, rows)) if base != code and not recipe.fused else None
         return cut_chunk(self.joint(base, rows), recipe.keep, recipe.origins, recipe.fused, usual)
@@ -373,7 +390,7 @@ class CodeStore:
         Raises CaptureError if the chunk at this number of rows is not the one that the program describes.
         """
         traced = self.trace(code, rows)
-        expected = self._expected.get(self._eager.get(code, code))
+        expected = self._expected.get(self._unfused(code))
         if expected is not None and rows > 1:
             _check_as_planned(expected.bind(rows), traced, rows)
         return traced.code

@@ -24,7 +24,7 @@ from piper_capture.steps.linearity import Auxiliary
 from piper_capture.steps.routed import Routed, RoutedLayouts
 from piper_capture.store.assemble import with_layers
 from piper_capture.store.captured import Captured
-from piper_capture.store.codestore import CodeStore, PassedOn, TraceSpec
+from piper_capture.store.codestore import CodeStore, Fused, PassedOn, TraceSpec
 from piper_capture.store.sharding import cut_at_experts, with_shardings
 from piper_capture.store.tiles import with_tiles
 from piper_capture.store.traced import Traced
@@ -34,7 +34,7 @@ from piper_capture.trace.dynamo import Forward, TensorInfo
 from piper_capture.whole_batch.counting import CounterSpec
 from piper_ir.ground.errors import CaptureError
 from piper_ir.program.layout import Sharding
-from piper_ir.program.program import Chunk, Program
+from piper_ir.program.program import Chunk, Program, Step
 from piper_ops import BatchNorm
 
 Again = Callable[[], Captured]
@@ -67,6 +67,7 @@ class StoredCapture:
         under: as in `Captured`, like the fields after it.
         traced: code and rows -> steps; empty if the capture above holds the code.
         expected: code -> the chunk of the program.
+        fused: as in `CodeStore`.
     """
 
     program: Program
@@ -81,6 +82,7 @@ class StoredCapture:
     shared: Mapping[tuple[Sharding, ...], StoredCapture] = field(default_factory=dict)
     traced: Mapping[tuple[str, int], TracedChunk] = field(default_factory=dict)
     expected: Mapping[str, Chunk] = field(default_factory=dict)
+    fused: Fused = field(default_factory=dict)
     tiled: Mapping[int, StoredCapture] = field(default_factory=dict)
 
 
@@ -123,7 +125,7 @@ def _facts(forward: Forward) -> StoredFacts:
 
 def _stored(captured: Captured, own_code: bool = True) -> StoredCapture:
     """Return the form of a capture that can be pickled; with `own_code`, its code as well."""
-    traced, expected = captured.code.made if own_code else ({}, {})
+    traced, expected, fused = captured.code.made if own_code else ({}, {}, {})
     return StoredCapture(
         captured.program,
         _facts(captured.forward),
@@ -137,6 +139,7 @@ def _stored(captured: Captured, own_code: bool = True) -> StoredCapture:
         {asked: _stored(one, own_code=False) for asked, one in captured.shared.items()},
         traced,
         expected,
+        fused,
         {tiles: _stored(one, own_code=False) for tiles, one in captured.tiled.items()},
     )
 
@@ -177,7 +180,11 @@ def restored(kept: StoredTrace, again: Callable[[], Traced]) -> Traced:
 def _restored(kept: StoredCapture, again: Again, forward: Forward) -> Captured:
     captures: list[Captured] = []
     code = StoredCode(
-        kept.traced, kept.expected, again, lambda name: _derive(again(), captures[0], name)
+        kept.traced,
+        kept.expected,
+        kept.fused,
+        again,
+        lambda name: _derive(again(), captures[0], name),
     )
     captures.append(_captured(kept, code, forward))
     return captures[0]
@@ -245,12 +252,14 @@ class StoredCode(CodeStore):
         self,
         traced: Mapping[tuple[str, int], TracedChunk],
         expected: Mapping[str, Chunk],
+        fused: Fused,
         again: Again | None = None,
         derive: Callable[[str], None] = lambda code: None,
     ) -> None:
         super().__init__()
         self._traced.update(traced)
         self._expected.update(expected)
+        self._fused.update(fused)
         self._again, self._derive = again or _not_here, derive
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -259,8 +268,15 @@ class StoredCode(CodeStore):
     def trace(self, code: str, rows: int) -> TracedChunk:
         traced = self._traced.get((code, rows))
         if traced is None:
-            traced = self._traced[code, rows] = self._live(code).trace(code, rows)
+            own, steps = self._fused.get(code, (code, ()))
+            store = self._live(own)
+            if steps:
+                store.fused(own, steps)
+            traced = self._traced[code, rows] = store.trace(code, rows)
         return traced
+
+    def _fuse(self, name: str, code: str, steps: tuple[Step, ...]) -> bool:
+        return self._live(code).fused(code, steps) == name
 
     def _live(self, code: str) -> CodeStore:
         """Return the store of the new capture, which knows this code."""

@@ -101,7 +101,7 @@ class _Row:
                     here.setdefault((self.stages[part.op.chunk], part.mb), set()).add(part.op.step)
             for key, step_set in here.items():
                 steps.setdefault(key, set()).update(step_set)
-                together[key] = together.get(key, False) or len(step_set) == 2
+                together[key] = together.get(key, False) or len(step_set) == 2 or "B" in step_set
         return {key: together[key] or len(step_set) == 1 for key, step_set in steps.items()}
 
     def _actions(self, instr: Instr, backward: dict[tuple[int, int], bool]) -> list[Action]:
@@ -112,13 +112,13 @@ class _Row:
                 f"{instr.name} is recomputation alone, which the format cannot say; use recompute without apart"
             )
         for part in instr.parts:
-            if isinstance(part.op, Compute) and part.op.step != "B" and part.op.step != "R":
+            if isinstance(part.op, Compute) and part.op.step != "R":
                 actions[self._action(part, backward)] = None
         return [*actions, *actions] if len({a.phase == "F" for a in actions}) > 1 else [*actions]
 
     def _action(self, part: Part, backward: dict[tuple[int, int], bool]) -> Action:
         """Return the action that a step of a chunk is part of; recomputation belongs to the backward that follows."""
-        assert isinstance(part.op, Compute) and part.op.step != "B"
+        assert isinstance(part.op, Compute)
         stage, step = self.stages[part.op.chunk], part.op.step
         apart: ActionPhase = "I" if step == "R" else step
         return Action(stage, "B" if step != "F" and backward[stage, part.mb] else apart, part.mb)

@@ -116,7 +116,7 @@ def _windows(
 
 def _read(plan: Plan, part: Part) -> list[str]:
     """Return the parameters that a step reads."""
-    assert isinstance(part.op, Compute) and part.op.step != "B"
+    assert isinstance(part.op, Compute)
     chunk: Chunk = plan.chunk(part.op.variant)
     inputs = [
         chunk.inputs[int(p[2:])] for p in chunk.steps[part.op.step].reads if p.startswith("in")

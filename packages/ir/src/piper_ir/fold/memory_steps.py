@@ -88,7 +88,6 @@ class PartUses:
         """Return a number for the step of a chunk, which equal chunks share. Microbatches have one object for it."""
         _, number = self._steps.get(id(op), (op, -1))
         if number < 0:
-            assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
             chunk = self.plan.chunk(op.variant)
             key = id(chunk.ports), id(chunk.steps[op.step]), *[i.kind for i in chunk.inputs]
             number = self._equal.setdefault(key, len(self._equal))

@@ -38,7 +38,6 @@ def part_peak(plan: Plan, part: PartLike[V], nbytes: Mapping[V, int]) -> int:
     if not isinstance(part.op, Compute):
         return writes + (part.op.workspace if isinstance(part.op, Update) else 0)
     chunk = plan.chunk(part.op.variant)
-    assert part.op.step != "B", "a plan holds I and W parts; B exists in graphs only"
     sig = chunk.steps[part.op.step]
     if not sig.liveness.consumed and sig.liveness.segments == (
         (),
@@ -62,7 +61,7 @@ def value_ports(chunk: Chunk, part: PartLike[V]) -> dict[int, V]:
 
     A part lists its values in the order of the signature's ports, without the ports that are parameters or buffers.
     """
-    assert isinstance(part.op, Compute) and part.op.step != "B"
+    assert isinstance(part.op, Compute)
     values = iter(part.reads)
     return {
         i: next(values)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from piper_ir.plan.plan import Instr
-from piper_ir.program.ops import Collective, Compute, Fold, Fresh, Update
+from piper_ir.program.ops import KEEP_ALL, Collective, Compute, Fold, Fresh, Update
 
 Phase = Literal[
     "F", "B", "R", "I", "W", "pair", "U", "fold", "other", "gather", "scatter", "comm", "batch"
@@ -85,7 +85,10 @@ def instr_label(instr: Instr) -> InstrLabel:
         backward: (_joined(steps_there), mb)
         for (backward, mb), steps_there in reversed(steps.items())
     }
-    again = any("R" in step_set and len(step_set) > 1 for step_set in steps.values())
+    again = any("R" in step_set and len(step_set) > 1 for step_set in steps.values()) or any(
+        isinstance(p.op, Compute) and p.op.step == "B" and p.op.keep != KEEP_ALL
+        for p in instr.parts
+    )
     return InstrLabel(tuple(halves[b] for b in sorted(halves)), again)
 
 

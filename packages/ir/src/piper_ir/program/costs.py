@@ -17,7 +17,7 @@ from piper_ir.program.program import Step
 from piper_ir.tools import Points, log_log, within
 
 K = TypeVar("K")
-STEPS: tuple[Step, ...] = ("F", "R", "I", "W")
+STEPS: tuple[Step, ...] = ("F", "R", "I", "W", "B")
 
 
 SCALARS = ("Add", "Zeros")
@@ -189,7 +189,7 @@ class Costs:
             for step in by_step:
                 if step not in STEPS:
                     raise FormatError(
-                        f"Costs: chunk {chunk!r} has a duration for step {step!r}; the steps are F, R, I and W"
+                        f"Costs: chunk {chunk!r} has a duration for step {step!r}; the steps are F, R, I, W and B"
                     )
         self._check_sizes()
         steps = (((s.code, s.step), s.rows, s.duration) for s in self.steps)

@@ -27,7 +27,7 @@ WITHIN = "@"
 BESIDE = "&"
 """The mark between policies that hold inside of different modules."""
 
-ComputeStep = Literal["F", "B", "R", "I", "W"]
+Step = Literal["F", "B", "R", "I", "W"]
 
 
 def variant_name(chunk: str, keep: str) -> str:
@@ -59,7 +59,8 @@ class Compute:
     """Run one step of a chunk.
 
     B is I followed by W, with outputs that are ready at its end. I and W add into gradient buckets. Under a policy of
-    recomputation, the first of them comes after R, which recomputes the tensors that F did not keep.
+    recomputation, the first of them comes after R, which recomputes the tensors that F did not keep. A plan has parts
+    R, I and W for a B of its graph, unless the chunk has a step B.
 
     Attributes:
         keep: the policy: which tensors F keeps ("all": every one that backward needs).
@@ -67,7 +68,7 @@ class Compute:
     """
 
     chunk: str
-    step: ComputeStep
+    step: Step
     keep: str = KEEP_ALL
     apart: bool = False
 

@@ -2,7 +2,8 @@
 
 Chunks stand in program order, a topological order of the forward DAG. A chunk has up to three *steps*: F (forward), I
 (input gradient) and W (weight gradient). Under a policy of recomputation there is a fourth, R, which recomputes the
-tensors that F does not keep before I and W need them. A step's Signature names the *ports* that it reads and writes:
+tensors that F does not keep before I and W need them. With compiled kernels there may be B, which does the work of R, I
+and W in one, for backwards that run them together. A step's Signature names the *ports* that it reads and writes:
 
     in{k}     the k-th entry of chunk.inputs: a value of another chunk, a parameter, a buffer or a batch tensor
     out{k}    the k-th entry of chunk.outputs
@@ -31,8 +32,8 @@ from piper_ir.program.layout import Layout, StepCollective
 from piper_ir.program.liveness import Inside as Inside
 from piper_ir.program.liveness import Liveness as Liveness
 from piper_ir.program.ops import KEEP_ALL, variant_name
+from piper_ir.program.ops import Step as Step
 
-Step = Literal["F", "R", "I", "W"]
 LossKind = Literal["mean", "sum", "total"]
 KernelKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss", "other"]
 
@@ -267,8 +268,8 @@ class Chunk:
         return variant_name(self.id, self.keep)
 
     def cost_code(self, step: Step) -> str:
-        """Return the code under which costs know a step: all but R take as long under any policy of recomputation."""
-        if step == "R" or self.keep == KEEP_ALL:
+        """Return the code under which costs know a step: F, I and W take as long under any policy of recomputation."""
+        if step in ("R", "B") or self.keep == KEEP_ALL:
             return self.code
         return self.code.partition(variant_name("", ""))[0]
 

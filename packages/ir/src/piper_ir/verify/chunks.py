@@ -36,7 +36,7 @@ def _given(plan: Plan) -> dict[tuple[str, str], TensorSpec]:
 
 
 def _accumulation_problems(chunk: Chunk) -> list[str]:
-    added = Counter(k for sig in chunk.steps.values() for k in sig.accumulates)
+    added = Counter(k for step, sig in chunk.steps.items() if step != "B" for k in sig.accumulates)
     problems = []
     for k, entry in enumerate(chunk.inputs):
         wanted = int(entry.kind == "param" and entry.needs_grad)

@@ -226,7 +226,7 @@ class _Dataflow:
         ports = self._asked.get(key)
         if ports is None:
             chunk = self._plan.chunk(op.variant)
-            sig = chunk.steps[op.step]  # type: ignore[index]  # R07 refuses B
+            sig = chunk.steps[op.step]
             asks = [self._ask(chunk, p) for p in sig.reads if not is_state(chunk, p)]
             ports = self._asked[key] = (
                 asks,

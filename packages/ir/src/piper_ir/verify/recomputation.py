@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from piper_ir.fold.part_memory import value_ports
 from piper_ir.plan.plan import Part, Plan, RolePlan
-from piper_ir.program.ops import Collective, Compute
+from piper_ir.program.ops import KEEP_ALL, Collective, Compute
 from piper_ir.program.program import Chunk
 from piper_ir.verify.host import brought_back
 from piper_ir.verify.rules import Findings, part_name
@@ -58,6 +58,9 @@ def _table_problems(plan: Plan, variant: Chunk) -> Iterator[str]:
         for port in variant.steps[step].reads if step in variant.steps else ():
             if port.startswith("saved") and port not in saved:
                 yield f"{step} reads {port}, which neither F nor R writes"
+    for port in variant.steps["B"].reads if "B" in variant.steps else ():
+        if port.startswith("saved") and port not in forward:
+            yield f"B reads {port}, which F does not write"
     for port in variant.steps["R"].reads if "R" in variant.steps else ():
         if not port.startswith(("in", "out")) and port not in forward:
             yield f"R reads {port}, which is neither an input nor kept by F"
@@ -112,7 +115,7 @@ def _check_part(
             f"{forward.op.keep}; one is expected"
         )
         findings.add(RULE, message, role, index)
-    elif op.step == "R":
+    elif op.step == "R" or (op.step == "B" and op.keep != KEEP_ALL):
         read, forward_reads = _inputs(findings.plan, part), _inputs(findings.plan, forward)
         for port, value in read.items():
             value = back.get(value, value)
@@ -123,7 +126,7 @@ def _check_part(
 
 def _inputs(plan: Plan, part: Part) -> dict[str, str]:
     """Return the values that a part reads from other chunks and the batch, by port."""
-    assert isinstance(part.op, Compute) and part.op.step != "B"
+    assert isinstance(part.op, Compute)
     chunk = plan.chunk(part.op.variant)
     reads = chunk.steps[part.op.step].reads
     return {reads[k]: v for k, v in value_ports(chunk, part).items() if reads[k].startswith("in")}

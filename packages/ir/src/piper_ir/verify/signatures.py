@@ -71,7 +71,7 @@ class Signatures:
         key = (op.variant, op.step)
         if key not in self._steps:
             chunk = self.plan.chunk(op.variant)
-            if op.step == "B" or op.step not in chunk.steps:
+            if op.step not in chunk.steps:
                 steps = ", ".join(chunk.steps)
                 raise PlanError(
                     f"the step {op.step} does not exist in a plan; chunk {op.chunk} has {steps}"

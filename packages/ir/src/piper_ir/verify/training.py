@@ -14,7 +14,7 @@ from piper_ir.program.program import Step
 from piper_ir.verify.rules import Findings
 from piper_ir.verify.values import UsePosition
 
-STEPS: tuple[Step, ...] = ("F", "R", "I", "W")
+STEPS: tuple[Step, ...] = ("F", "R", "I", "W", "B")
 ALIGNMENT = 256
 """The multiple of bytes at which CUDA's allocator and vectorised kernels assume that a tensor starts."""
 
@@ -82,9 +82,11 @@ def _check_runs(
         for mb in range(plan.microbatches):
             before: _RolePosition | None = None
             steps = plan.chunk(variants.get((chunk.id, mb), chunk.id)).steps
+            whole = bool(ran.get((chunk.id, mb, "B")))
             for step in STEPS:
                 runs = ran.get((chunk.id, mb, step), [])
-                times = 0 if step not in steps or steps[step].empty else 1
+                other = whole if step in ("R", "I", "W") else step == "B" and not whole
+                times = 0 if other or step not in steps or steps[step].empty else 1
                 if len(runs) != times:
                     roles = f" (on {', '.join(role.role for role, _ in runs)})" if runs else ""
                     findings.add(

@@ -11,7 +11,8 @@ import contextlib
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,16 @@ import torch
 import torch._inductor.async_compile as async_compile
 import torch._inductor.compile_fx as compile_fx
 import torch._inductor.config as inductor_config
+import torch._inductor.cpu_vec_isa as cpu_vec_isa
 from torch import Tensor, fx
+from torch._C import _len_torch_dispatch_stack
+from torch._guards import TracingContext, tracing
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import CodeGen
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -45,11 +50,33 @@ def cache_folder() -> Path:
     return folder
 
 
+@cache
+def _find_vector_instructions() -> None:
+    """Let Inductor find the CPU's vector instructions, by the flags alone if a process has seen that these are right.
+
+    Inductor loads a program for each set of instructions in each process, which takes a CPU second, to see whether
+    compiler and system can use it.
+    """
+    facts = f"{torch.__version__} {sorted(torch.cpu.get_capabilities().items())}"
+    seen = cache_folder() / f"piper-cpu-{sha256(facts.encode()).hexdigest()[:16]}"
+    by_flags = inductor_config.patch({"cpp.vec_isa_ok": True})
+    if seen.exists():
+        with by_flags:
+            cpu_vec_isa.valid_vec_isa_list()  # which is asked once in a process
+        return
+    tried = cpu_vec_isa.valid_vec_isa_list()
+    with by_flags:
+        if tried == cpu_vec_isa.valid_vec_isa_list.__wrapped__():
+            seen.touch()
+
+
 SETTINGS = {
     "compile_threads": 1,  # a pool of processes would outlive the rank
     "fallback_random": True,
     "triton.cudagraphs": False,
     "keep_output_stride": True,
+    "size_asserts": False,  # a plan says which tensors a fusion gets
+    "alignment_asserts": False,
 }
 """The settings of Inductor under which fusions are lowered and compiled."""
 
@@ -62,7 +89,7 @@ _BETWEEN = frozenset({"aten.sum.dim_IntList"})
 
 def traced(function: Function, specs: Sequence[Spec], device: torch.device) -> tuple[Any, ...]:
     """Return the graph of a function in Inductor's ops, and its fake arguments."""
-    with FakeTensorMode():
+    with FakeTensorMode(shape_env=ShapeEnv()):
         arguments = [
             torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in specs
         ]
@@ -77,8 +104,10 @@ def traced(function: Function, specs: Sequence[Spec], device: torch.device) -> t
 
 def compiled(function: Function, specs: Sequence[Spec], device: torch.device) -> Function:
     """Return the compiled form of a function; compiled kernels are kept on disk by Inductor's own cache."""
+    _find_vector_instructions()
     module, arguments = traced(function, specs, device)
-    with inductor_config.patch(SETTINGS):
+    context = TracingContext(arguments[0].fake_mode)  # without one, Inductor's cache is not asked
+    with inductor_config.patch(SETTINGS), tracing(context):
         result: Any = compile_fx.compile_fx_inner(module, arguments, is_inference=True)
     call: Function = getattr(result, "current_callable", None) or result
     _show_allocations(call)
@@ -86,12 +115,23 @@ def compiled(function: Function, specs: Sequence[Spec], device: torch.device) ->
 
 
 def _show_allocations(call: Any) -> None:
-    """Let a compiled function allocate by torch's dispatcher, so that a dispatch mode can count its memory."""
+    """Let a compiled function allocate by torch's dispatcher where a dispatch mode may count its memory."""
     function = getattr(call, "__func__", call)
     namespace = getattr(function, "__globals__", {})
     for device in ("cpu", "cuda"):
-        if f"empty_strided_{device}" in namespace:
-            namespace[f"empty_strided_{device}"] = partial(_empty, device)
+        if (own := namespace.get(f"empty_strided_{device}")) is not None:
+            namespace[f"empty_strided_{device}"] = _shown(own, device)
+
+
+def _shown(own: Callable[..., Tensor], device: str) -> Callable[..., Tensor]:
+    """Return a function that allocates by Inductor's `own` function where no dispatch mode looks on."""
+
+    def empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if _len_torch_dispatch_stack():
+            return _empty(device, size, stride, dtype)
+        return own(size, stride, dtype)
+
+    return empty
 
 
 def _empty(device: str, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -111,10 +151,11 @@ def written(module: fx.GraphModule, arguments: Sequence[Tensor]) -> str:
     def stop(graph: Any) -> None:
         raise _Written(graph.codegen()[0].value)
 
+    _find_vector_instructions()
     try:
         with (
             _in_place(GraphLowering, "compile_to_module", stop),
-            inductor_config.patch({**SETTINGS, "force_disable_caches": True}),
+            inductor_config.patch({**SETTINGS, "fx_graph_cache": False}),
         ):
             compile_fx.compile_fx_inner(module, list(arguments), is_inference=True)
     except _Written as text:

@@ -254,9 +254,7 @@ def _meeting(rank: Rank) -> frozenset[int]:
         k
         for k, instr in enumerate(program)
         for op in [part.op for part in instr.parts]
-        if isinstance(op, Compute)
-        and op.step != "B"
-        and plan.chunk(op.variant).steps[op.step].collectives
+        if isinstance(op, Compute) and plan.chunk(op.variant).steps[op.step].collectives
     )
 
 

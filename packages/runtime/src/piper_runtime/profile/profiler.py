@@ -62,7 +62,7 @@ predicted 3 % too short.
 """
 
 CostKey = tuple[str, str, int]
-"""The key of a `StepDuration` (code, "F" | "R" | "I" | "W", rows) or of a `PartDuration` ("", name of op, amount)."""
+"""The key of a `StepDuration` (code, step, rows) or of a `PartDuration` ("", name of op, amount)."""
 
 
 @dataclass(frozen=True)
@@ -383,7 +383,6 @@ def _with_itself(part: Part, bound: Rank) -> Thunk:
 
 def _key(part: Part, bound: Rank, traffic: PlanBytes) -> CostKey:
     if isinstance(part.op, Compute):
-        assert part.op.step != "B", "a plan holds I and W parts; B exists in graphs only"
         return (
             bound.plan.chunk(part.op.variant).cost_code(part.op.step),
             part.op.step,

@@ -266,7 +266,6 @@ class DeviceModel(CostModel):
         return id(part) in self._calls[role.role]
 
     def _step(self, op: Compute, kind: int) -> Work:
-        assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
         chunk = self.plan.chunk(op.variant)
         cost = chunk.steps[op.step].cost
         known = self._known[kind].of_compute(
@@ -289,7 +288,6 @@ class DeviceModel(CostModel):
 
     def _with_messages(self, role: RolePlan, op: Compute, kind: int) -> Work:
         """Return the work of a step with the messages inside of it; messages without bytes are not sent."""
-        assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
         key = op, kind, role.role
         if key not in self._inside:
             device, chunk = self._devices[kind], self.plan.chunk(op.variant)

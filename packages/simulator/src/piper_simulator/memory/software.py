@@ -55,7 +55,6 @@ class HeldBeside:
         """Return the bytes that the stack holds beside the loss of a step; 0 for one without a loss."""
         assert self._stack is not None
         if op not in self._at_loss:
-            assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
             kernels = [
                 k
                 for k in self._plan.chunk(op.variant).steps[op.step].cost.kernels

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from piper_ir.graph.graph import Graph, Node
 from piper_ir.ground.node_ids import send_id
-from piper_ir.program.ops import KEEP_ALL, Collective, Compute, Recv, Update, variant_name
+from piper_ir.program.ops import KEEP_ALL, Collective, Compute, Recv, Step, Update, variant_name
 from piper_ir.program.program import Chunk, Program
 
 K = TypeVar("K")
@@ -48,6 +48,11 @@ def forwards_alone(graph: Graph) -> Graph:
         overlaps=(),
         index=_within(graph.index, families),
     )
+
+
+def forwards_run(program: Program) -> dict[str, set[Step]]:
+    """Return the steps that an evaluation runs, by the names of the variants: F of the ones that save nothing."""
+    return {variant_name(chunk.id, FORGETS): {"F"} for chunk in program.chunks}
 
 
 def _needed(graph: Graph) -> set[str]:

@@ -1,6 +1,7 @@
 """Turn nodes into parts: B becomes I and W, and batch tensors and the loss get their sources.
 
-Under a policy of recomputation R comes before I, or before W without I, unless it is a node of its own. A batch tensor
+Under a policy of recomputation R comes before I, or before W without I, unless it is a node of its own. A B that is one
+step of its chunk stays one part. A batch tensor
 gets a Load and the loss its Seed at their first reader on a role. Parts are made once for all microbatches: their
 values are numbers of microbatch 0 (see `piper_ir.plan.instr_table`).
 """
@@ -40,6 +41,7 @@ LATER: Mapping[str, tuple[ChunkStep, ...]] = {
     "R": BACKWARD,
     "I": ("W",),
     "W": (),
+    "B": (),
 }
 """The steps of a chunk that follow each of its steps."""
 
@@ -164,7 +166,6 @@ class PartMaker:
         It reads their parameters, or adds to their gradients.
         """
         chunk = self.chunks[op.variant]
-        assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
         sig = chunk.steps[op.step]
         read = {chunk.inputs[int(p[2:])].ref for p in sig.reads if p.startswith("in")}
         used = {"gathered": read, "reduced": {chunk.inputs[k].ref for k in sig.accumulates}}

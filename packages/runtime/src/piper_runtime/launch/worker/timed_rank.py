@@ -259,9 +259,7 @@ def _no_tensor() -> torch.Tensor:
 def _inside(plan: Plan, rank: int, instr: Instr) -> list[Channel]:
     """Return the channels of collectives inside of an instruction's steps, between devices that share chunks."""
     steps = [
-        plan.chunk(p.op.variant).steps[p.op.step]
-        for p in instr.parts
-        if isinstance(p.op, Compute) and p.op.step != "B"
+        plan.chunk(p.op.variant).steps[p.op.step] for p in instr.parts if isinstance(p.op, Compute)
     ]
     axes = dict.fromkeys(plan.mesh.along(c.axis) for step in steps for c in step.collectives)
     role = plan.role_of(rank).role

@@ -14,6 +14,7 @@ import torch
 from piper_ir.ground.expert_tokens import counts_tokens
 from piper_ir.plan.plan import HOST, Part, is_state
 from piper_ir.program.ops import (
+    KEEP_ALL,
     Add,
     Collective,
     Compute,
@@ -296,9 +297,7 @@ def _update(part: Part, op: Update, rank: RankState) -> Thunk:
 
 
 def _compute(part: Part, rank: RankState) -> Thunk:
-    assert isinstance(part.op, Compute) and part.op.step != "B", (
-        f"{part.node}: a plan holds I and W parts, never B"
-    )
+    assert isinstance(part.op, Compute)
     chunk, step = rank.plan.chunk(part.op.variant), part.op.step
     signature = chunk.steps[step]
     function = rank.steps(chunk.code, step)
@@ -332,7 +331,7 @@ def _compute(part: Part, rank: RankState) -> Thunk:
         run = _forward(
             rank.dropped.counting(run, chunk) if chunk.experts else run, part, chunk, rank
         )
-    elif step == "R" and chunk.random:
+    elif chunk.random and (step == "R" or (step == "B" and chunk.keep != KEEP_ALL)):
         run = _drawing(run, part, chunk, rank)  # the same numbers as its forward
     return _then_free(run, after, rank) if after else run
 
@@ -344,7 +343,7 @@ def _arguments(
 
     First come the values that stay alive, then the values that die at this use.
     """
-    assert isinstance(part.op, Compute) and part.op.step != "B"
+    assert isinstance(part.op, Compute)
     signature, store = chunk.steps[part.op.step], rank.store
     template: list[torch.Tensor | None] = []
     ports: list[tuple[int, str]] = []

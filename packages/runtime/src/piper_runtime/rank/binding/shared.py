@@ -15,7 +15,7 @@ def shared_arguments(part: Part, chunk: Chunk, rank: RankState) -> list[BucketVi
     """Return the arguments that are views of values which the part holds in place of states that ranks share."""
     if not part.held:
         return []
-    assert isinstance(part.op, Compute) and part.op.step != "B"
+    assert isinstance(part.op, Compute)
     signature = chunk.steps[part.op.step]
     stands_for = {rank.stands_for[v]: v for v in part.held}
     read: list[tuple[Category, int]] = [

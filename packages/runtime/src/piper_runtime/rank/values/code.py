@@ -41,7 +41,7 @@ _GENERATED = "<piper step"
 _OPERATOR = re.compile(r"torch\.ops\.(\w+)\.(\w+)")
 
 ExportedCode = Mapping[str, Mapping[Any, StepSource]]
-"""The code of a store for one number of rows: code id of a chunk -> step ("F", "I", "W") -> its code."""
+"""The code of a store for one number of rows: code id of a chunk -> step -> its code."""
 
 
 @dataclass(frozen=True)
