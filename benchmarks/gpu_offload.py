@@ -89,6 +89,7 @@ def equal(device: str, regime: Regime = SMALL) -> Iterator[Row]:
     ways = {
         "all tensors": (piper.offload(piper.where(), least_mb=0),),
         "the optimizer": (piper.offload(piper.where(), tensors="optim"),),
+        "all states": (piper.offload(piper.where(), tensors="states"),),
         "prefetch=0": (piper.offload(piper.where(), prefetch=0, least_mb=0),),
         "inputs of recomputed layers": (
             piper.recompute(piper.where(), keep="inputs"),
@@ -116,6 +117,7 @@ def ways_of(
         "without": base,
         "all tensors": (*base, moves()),
         "the optimizer": (*base, piper.offload(piper.where(), tensors="optim")),
+        "all states": (*base, piper.offload(piper.where(), tensors="states")),
         "without, recomputed": again,
         "inputs of recomputed layers": (*again, moves(tensors="inputs")),
     }.items():

@@ -470,7 +470,7 @@ def drawn(seed: int) -> tuple[Composition, str]:
     tiles = 2 if row["model"] in TILED and seed % 3 == 0 else 1
     waits = "all" if seed % 4 == 2 else ""
     scaled = seed % 5 == 1 and not captured(made.model, made.precision).auxiliary
-    hosted = seed % 9 == 4
+    hosted = ("states" if made.zero in (0, 3) else "optim") if seed % 9 == 4 else ""
     if made.precision in MIXED:  # steps of Adam take the rounding of a small gradient for its sign
         made = replace(made, optimizer="sgd")
     made = replace(made, tiles=tiles, scaled=scaled, waits=waits, ahead=seed % 7 % 3, hosted=hosted)

@@ -124,7 +124,7 @@ class Composition:
     share experts. tiles: of tokens, in which the loss is computed. overlap_states: whether
     messages of buckets run beside compute. scaled: whether the loss is scaled, by another number in each step.
     waits: the tensors that wait on the host for their backward, "" for none, and `ahead`, how early they come back.
-    hosted: whether the optimizer is on the host."""
+    hosted: the states on the host: "optim", "states" or none."""
 
     model: str
     pp: int = 1
@@ -167,7 +167,7 @@ class Composition:
     ahead: int = 1
     at: tuple[int, ...] = ()
     kernels: Literal["eager", "inductor"] = "eager"
-    hosted: bool = False
+    hosted: str = ""
 
     def __str__(self) -> str:
         shown = [
@@ -201,7 +201,7 @@ class Composition:
         shown += [f"ep={self.ep}"] * (self.ep > 1)
         shown += [f"tiles={self.tiles}"] * (self.tiles > 1) + ["scaled"] * self.scaled
         shown += [self.kernels] * (self.kernels != "eager")
-        shown += ["hosted"] * self.hosted
+        shown += [f"hosted={self.hosted}"] * bool(self.hosted)
         shown += [f"waits={self.waits}", f"ahead={self.ahead}"] * bool(self.waits)
         return "-".join(
             [self.model, *shown, *["overlap"] * self.overlap, *[self.keep] * (self.keep != "all")]
@@ -290,7 +290,7 @@ def strategy_of(c: Composition) -> Strategy:
         else ()
     )
     tiles = (tile_loss(c.tiles),) if c.tiles > 1 else ()
-    waiting += (offload(where(), tensors="optim"),) if c.hosted else ()
+    waiting += (offload(where(), tensors=c.hosted),) if c.hosted else ()
     axes = dict(dp=c.dp // c.rep, rep=c.rep) if c.rep > 1 else dict(dp=c.dp)
     axes = dict(dp=c.dp // c.ep, ep=c.ep) if c.ep > 1 else axes
     experts = recipes.expert_parallel() if c.ep > 1 else ()

@@ -195,7 +195,11 @@ def test_an_evaluation_moves_nothing() -> None:
 REFUSED = (
     (1, [offload(where(phase="F"))], "is not selected, but others of its chunk are"),
     (1, [offload(where(mb=(0, 1)))], "is not selected"),
-    (2, [offload(where(), tensors="weights")], "'all', 'saved', 'inputs', 'optim' are accepted"),
+    (
+        2,
+        [offload(where(), tensors="weights")],
+        "'all', 'saved', 'inputs', 'optim', 'states' are accepted",
+    ),
     (3, [offload(where(), prefetch=-1)], "prefetch=-1; an integer of at least 0"),
     (3, [offload(where(), prefetch=True)], "prefetch=True; an integer"),
     (3, [offload(where(), least_mb=float("nan"))], "least_mb=nan; a number of MiB"),

@@ -94,7 +94,7 @@ def test_what_torchtitan_lacks_is_named(directives, told):
 
 def test_parts_of_an_optimizer_on_the_host_have_no_words():
     parts = [piper.offload(where(layer=k), tensors="optim") for k in (0, 1)]
-    with pytest.raises(JobError, match="several `offload` with tensors"):
+    with pytest.raises(JobError, match="several `offload` of states"):
         described(piper.Mesh(dp=8), *recipes.one_f_one_b(pp=1, microbatches=2), *parts)
 
 

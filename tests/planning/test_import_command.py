@@ -71,7 +71,7 @@ def test_a_plan_begins_with_a_foreign_job_and_its_own_row(source: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "flags", "told"),
     [
-        ({"training__enable_cpu_offload": True, "training__odd": 1}, [], ("2 options", "training.odd", "on the host")),
+        ({"loss": {"__class__": "titan.MSELoss.Config"}, "training__odd": 1}, [], ("2 options", "training.odd", "loss")),
         ({}, ["--cluster", "h100x8*2"], ("16 devices", "the job is for 8")),
         ({}, ["--as", "magic"], ("no such stand-in",)),
     ],

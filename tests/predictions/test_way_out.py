@@ -112,6 +112,7 @@ def test_changes_keep_the_batch_and_are_each_another_strategy() -> None:
         'keep="inputs"',
         "replicate(zero=3)",
         "half the rows",
+        'offload(where(), tensors="states")',
         "tp=2, dp=1",
         "one_f_one_b(pp=2",
     ):

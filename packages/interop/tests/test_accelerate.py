@@ -66,6 +66,23 @@ def test_a_mesh_of_two_kinds_of_replicas_and_tp(tmp_path: Path) -> None:
     assert "rep=2" in python(described, "A job")
 
 
+def test_lines_that_accelerate_writes_into_every_file(tmp_path: Path) -> None:
+    lines = {"tpu_env": [], "tpu_use_cluster": False, "tpu_use_sudo": False, "downcast_bf16": "no"}
+    assert launched(tmp_path, {**ACCELERATE["hybrid"], **lines}).layout.tp == 2
+    with pytest.raises(JobError, match=r"tpu_env=\['A=1'\]"):
+        launched(tmp_path, {**ACCELERATE["hybrid"], "tpu_env": ["A=1"]})
+
+
+def test_fsdp_on_the_host(tmp_path: Path) -> None:
+    words = {"output_dir": "x", "fsdp": "full_shard offload", "per_device_train_batch_size": 2}
+    files = (_fsdp(fsdp_offload_params=True), {}), (words, {"devices": 8, "sets": ()})
+    for options, others in files:
+        described = launched(tmp_path, options, **others)
+        assert described.params_on_host and described.optim_on_host == 1
+        assert 'piper.offload(where(), tensors="states")' in python(described, "A job")
+        assert any("shards of gradients" in note for note in described.notes)
+
+
 def test_shard_grad_op_keeps_parameters_for_a_step(tmp_path: Path) -> None:
     described = launched(tmp_path, ACCELERATE["fsdp1"])
     layout = described.layout
@@ -188,7 +205,6 @@ def _fsdp(**options: Any) -> dict[str, Any]:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (_fsdp(fsdp_offload_params=True), "offload of parameters"),
     (_fsdp(fsdp_sharding_strategy="SURPRISE"), "none of FULL_SHARD"),
     (_fsdp(fsdp_surprise=1), "fsdp_config.fsdp_surprise"),
     ({**ACCELERATE["ddp"], "mixed_precision": "fp8"}, "--as bf16"),
@@ -202,7 +218,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**ACCELERATE["ddp"], "use_cpu": True}, "CPUs"),
     ({"output_dir": "x", "optim": "adamw_8bit"}, "--as adamw"),
     ({"output_dir": "x", "auto_find_batch_size": True}, "found by trial"),
-    ({"output_dir": "x", "fsdp": "full_shard offload"}, "offload to the host"),
     ({"output_dir": "x", "fsdp": "full_sharp"}, "no such option: full_sharp"),
     ({"output_dir": "x", "per_device_batch": 2}, "per_device_batch=2"),
     ({"output_dir": "x", "accelerator_config": {"split_batches": True}}, "split among ranks"),
@@ -277,6 +292,7 @@ def jobs(draw: st.DrawFn) -> JobDescription:
     rows = draw(st.integers(1, 3))
     again = draw(st.sampled_from([(), (Recomputation("inputs"),)]))
     waits = OffloadedTensors("inputs", prefetch=0)
+    there = zero == 3 and draw(st.booleans())
     return JobDescription(
         name="accelerate_config",
         sizes=LLAMA,
@@ -286,6 +302,8 @@ def jobs(draw: st.DrawFn) -> JobDescription:
         layout=layout,
         recompute=again,
         offload=draw(st.sampled_from([None, waits])) if again and zero == 3 else None,
+        optim_on_host=float(there),
+        params_on_host=there,
         compute="bfloat16" if half else "float32",
         reduce=reduce,
         clip_norm=draw(st.sampled_from([None, 1.0])),

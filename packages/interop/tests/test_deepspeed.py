@@ -144,6 +144,27 @@ def test_a_section_that_is_off_asks_for_nothing(tmp_path: Path) -> None:
     assert imported("deepspeed", tmp_path, {"train_batch_size": 16, "elasticity": off})
 
 
+def test_keys_that_public_files_have_and_deepspeed_never_reads(tmp_path: Path) -> None:
+    options = {"_comment": "stage 2", "monitor_config": {"csv_monitor": {"enabled": False}}}
+    assert imported("deepspeed", tmp_path, {"train_batch_size": 16, **options})
+    with pytest.raises(JobError, match=r"zero_optimization\._comment"):
+        imported("deepspeed", tmp_path, {"zero_optimization": {"_comment": "stage 2"}})
+
+
+def test_parameters_are_offloaded_in_stage_3_alone(tmp_path: Path) -> None:
+    section: dict[str, Any] = {"stage": 2, "offload_param": {"device": "cpu"}}
+    options = {"train_batch_size": 16, "zero_optimization": section}
+    assert not imported("deepspeed", tmp_path, options).params_on_host
+    section["stage"] = 3
+    with pytest.raises(
+        JobError, match=r"offload_param\.device='cpu'.* give offload_optimizer, too"
+    ):
+        imported("deepspeed", tmp_path, options)
+    section["offload_optimizer"] = {"device": "cpu", "ratio": 0.5}
+    found = imported("deepspeed", tmp_path, options)
+    assert found.params_on_host and found.optim_on_host == 1
+
+
 @each_case(("options", "words"), REFUSED)
 def test_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(JobError, match=words):
@@ -335,6 +356,7 @@ def jobs(draw: st.DrawFn) -> JobDescription:
     params, compute = draw(
         st.sampled_from([("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")])
     )
+    part = draw(st.sampled_from(_fractions(layout)))
     return JobDescription(
         name="ds_config",
         sizes=LLAMA,
@@ -344,7 +366,8 @@ def jobs(draw: st.DrawFn) -> JobDescription:
         layout=layout,
         recompute=again,
         offload=draw(st.sampled_from([None, WAITS])) if again else None,
-        optim_on_host=draw(st.sampled_from(_fractions(layout))),
+        optim_on_host=part,
+        params_on_host=layout.zero == 3 and part == 1 and draw(st.booleans()),
         params=params,
         compute=compute,
         reduce=draw(st.sampled_from(["float32", "bfloat16"])),

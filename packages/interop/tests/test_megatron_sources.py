@@ -190,3 +190,18 @@ def test_no_source() -> None:
 
     with pytest.raises(JobError, match="no file that can be read"):
         import_job("megatron", "nowhere.sh", Asked())
+
+
+def test_options_that_variables_hold_for_another_script(tmp_path: Path) -> None:
+    """Megatron's examples keep the options of a model in a file of their own, or give a scheduler a text."""
+    held = (
+        SCRIPT[: SCRIPT.index("TRAINING=")]
+        + 'TRAINING="--micro-batch-size 2 \\\n --vocab-size 99"\n'
+    )
+    sets = ("--train-samples 64",)
+    job = of_file(tmp_path / "model.sh", held, 8, sets).described
+    assert (job.rows, job.sizes.fields["layers"], job.compute) == (2, 8, "float32")
+    text = f'{held}CMD="cd x; python pretrain_gpt.py ${{MODEL[@]}} --bf16"\nsbatch a.sbatch\n'
+    assert of_file(tmp_path / "job.sh", text, 8, sets).described.compute == "bfloat16"
+    with pytest.raises(JobError, match="MODEL and OTHER have --num-layers of different values"):
+        of_file(tmp_path / "two.sh", f'{held}OTHER="--num-layers 9"\n', 8, sets)

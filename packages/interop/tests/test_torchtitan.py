@@ -151,7 +151,6 @@ def test_recomputation_is_said_as_near_as_it_goes(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"training__enable_cpu_offload": True}, "states on the host"),
         ({"parallelism__tensor_parallel_degree": 3}, "8 devices are not the product"),
         ({"parallelism__pipeline_parallel_degree": 8}, "give fewer"),
         ({"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_schedule": "Mine"}, "'Mine'"),
@@ -168,6 +167,14 @@ def test_what_cannot_be_said_is_named(tmp_path, changes, told):
     with pytest.raises(JobError) as refusal:
         imported(tmp_path, **changes)
     assert told in str(refusal.value)
+
+
+def test_states_on_the_host(tmp_path):
+    found = imported(tmp_path, training__enable_cpu_offload=True)
+    assert found.params_on_host and found.optim_on_host == 1
+    assert any("shards of gradients" in note for note in found.notes)
+    command = next(iter(export_job("torchtitan", found).files.values()))
+    assert "training.enable_cpu_offload" in command
 
 
 def test_experts_lie_along_tp_then_cp_then_the_shards(tmp_path):

@@ -19,6 +19,7 @@ from piper_compiler.directives import (
     tile_loss,
 )
 from piper_compiler.directives.offload import OPTIM
+from piper_compiler.directives.offload import STATES as OFFLOADED_STATES
 from piper_interop import (
     DeviceLayout,
     Float8Layers,
@@ -67,8 +68,11 @@ def description(job: Job, strategy: Strategy, name: str) -> JobDescription:
         rows=job.global_batch // parts,
         layout=layout,
         recompute=tuple(_recomputation(d) for d in strategy.directives if isinstance(d, recompute)),
-        offload=_offload([d for d in _offloads(strategy) if d.tensors != OPTIM]),
-        optim_on_host=_optim_on_host(job, [d for d in _offloads(strategy) if d.tensors == OPTIM]),
+        offload=_offload(
+            [d for d in _offloads(strategy) if d.tensors not in (OPTIM, OFFLOADED_STATES)]
+        ),
+        optim_on_host=_optim_on_host(job, _offloads(strategy, OPTIM, OFFLOADED_STATES)),
+        params_on_host=_params_on_host(_offloads(strategy, OFFLOADED_STATES)),
         params=precision.params or "float32",
         compute=precision.compute or precision.params or "float32",
         reduce=precision.reduce or precision.params or "float32",
@@ -193,8 +197,19 @@ def _recomputation(item: Any) -> Recomputation:
     return Recomputation(item.keep, _first_layers(item), item.group)
 
 
-def _offloads(strategy: Strategy) -> list[Any]:
-    return [d for d in strategy.directives if isinstance(d, offload)]
+def _offloads(strategy: Strategy, *tensors: str) -> list[Any]:
+    items = [d for d in strategy.directives if isinstance(d, offload)]
+    return [d for d in items if d.tensors in tensors or not tensors]
+
+
+def _params_on_host(items: Sequence[Any]) -> bool:
+    """Return whether parameters are on the host; raise JobError if only some layers have theirs there."""
+    if any(item.selection != where() for item in items):
+        raise JobError(
+            'offload(tensors="states") of a part of the model: other systems move the parameters of all of it; give '
+            "where() without terms"
+        )
+    return bool(items)
 
 
 def _optim_on_host(job: Job, items: Sequence[Any]) -> float:
@@ -203,7 +218,7 @@ def _optim_on_host(job: Job, items: Sequence[Any]) -> float:
         return 0.0
     if len(items) > 1:
         raise JobError(
-            'several `offload` with tensors="optim", each for a part of the model: other systems have one part; '
+            "several `offload` of states, each for a part of the model: other systems have one part; "
             "select it with one where"
         )
     if items[0].selection == where():

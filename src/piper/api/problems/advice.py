@@ -14,7 +14,7 @@ from piper.api.problems.other_meshes import used_recipe
 from piper.api.problems.tuning_problem import Conditions, problem_of
 from piper_autotune import OneWord, Scored, ScoredHere, WayOut
 from piper_compiler import Options, Strategy, offload, order, recompute, replicate, shard, split
-from piper_compiler.directives.offload import OPTIM
+from piper_compiler.directives.offload import OPTIM, STATES
 from piper_compiler.recipes import RECIPES, tensor_parallel
 from piper_ir.ground.errors import PiperError, TuneError
 from piper_ir.ground.keywords import checked_call
@@ -228,11 +228,12 @@ def _ordered(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
 
 
 def _hosted(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
-    """Yield the strategy with the optimizer on the host, unless a part of it is there."""
+    """Yield the strategy with the optimizer on the host, then with parameters there, unless a part of these is."""
     items = strategy.directives
-    if not any(isinstance(d, offload) and d.tensors == OPTIM for d in items):
-        more = offload(where(), tensors=OPTIM)
-        yield f'offload(where(), tensors="{OPTIM}")', _with(strategy, [*items, more])
+    if not any(isinstance(d, offload) and d.tensors in (OPTIM, STATES) for d in items):
+        for tensors in (OPTIM, STATES):
+            more = offload(where(), tensors=tensors)
+            yield f'offload(where(), tensors="{tensors}")', _with(strategy, [*items, more])
 
 
 KINDS = (_recomputing, _sharing, _halved, _wider, _ordered, _hosted)

@@ -82,6 +82,8 @@ def _ignored(judgement: Judgement, *, every: bool) -> list[str]:
     if every:
         return [f"ignored      {line.text}" for line in judgement.ignored]
     names = [line.option for line in judgement.ignored]
+    if not names:
+        return []
     more = ", ..." if len(names) > SHOWN else ""
     return [f"ignored {len(names):<4} {', '.join(names[:SHOWN])}{more} (--all says why)"]
 

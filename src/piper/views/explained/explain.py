@@ -279,7 +279,9 @@ def _roles(plan: Plan) -> str:
             }
             copies = sum(instr.stream in streams for instr in role.program)
             kept = [f"{copies} copies"] * bool(copies)
-            kept += ["the optimizer's states and masters"] * any(s.host for s in role.states)
+            there = {s.category for s in role.states if s.host}
+            kept += ["the optimizer's states and masters"] * bool(there - {"param"})
+            kept += ["parameters"] * ("param" in there)
             lines.append(
                 f"             in the memory of the host at most {size_text(role.host_peak_bytes)}: "
                 f"{', '.join(kept)}"

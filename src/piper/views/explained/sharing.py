@@ -33,8 +33,8 @@ class _Windows:
 
 
 def sharing(plan: Plan, replication: Mapping[str, Replication]) -> str:
-    """Return per role the gathers and scatters of a step; "" if ranks share nothing."""
-    shared = [b for b in plan.buckets if b.shard.optim]
+    """Return per role the gathers, scatters and copies from the host of a step; "" if ranks share nothing."""
+    shared = [b for b in plan.buckets if b.shard.optim or b.away]
     lines = [
         line
         for role in plan.roles
@@ -48,13 +48,20 @@ def _role(
 ) -> Iterable[str]:
     if not buckets:
         return
-    gathered, reduced = _counted(plan, role)
+    gathered, reduced, copied = _counted(plan, role)
+    if copied.moved:
+        yield (
+            f"  {role.role:10} {copied.count} copies of parameters from the host, {size_text(copied.moved)} in all"
+        )
+    buckets = [b for b in buckets if b.shard.optim]
+    if not buckets:
+        return
     policies = [replication[c] for c in dict.fromkeys(_chunks(role)) if c in replication]
-    whole = sum(b.numel * ITEM_BYTES[b.compute_dtype] for b in buckets if b.shard.params)
+    whole = sum(b.numel * ITEM_BYTES[b.compute_dtype] for b in buckets if b.lent)
     yield (
         f"  {role.role:10} {_gathers(gathered, whole, _room([p.resident_bytes for p in policies]))}"
     )
-    if whole and (small := [b for b in buckets if not b.shard.params]):
+    if whole and (small := [b for b in buckets if not b.lent]):
         size = sum(b.numel * ITEM_BYTES[b.compute_dtype] for b in small)
         yield f"             {len(small)} of these stay whole through the step, {size_text(size)} (whole_mb)"
     whole = sum(b.numel * ITEM_BYTES[b.reduce_dtype] for b in buckets if b.shard.grads)
@@ -65,18 +72,19 @@ def _chunks(role: RolePlan) -> Iterable[str]:
     return (p.op.chunk for i in role.program for p in i.parts if isinstance(p.op, Compute))
 
 
-def _counted(plan: Plan, role: RolePlan) -> tuple[_Windows, _Windows]:
-    """Return the windows of gathered parameters, and the windows of gradients, which end with a scatter."""
-    gathered, reduced = _Windows(), _Windows()
+def _counted(plan: Plan, role: RolePlan) -> tuple[_Windows, _Windows, _Windows]:
+    """Return the windows of gathered parameters, of gradients, which end with a scatter, and of copies."""
+    gathered, reduced, copied = _Windows(), _Windows(), _Windows()
     kind_of: dict[str, _Windows] = {}
     bucket_of: dict[str, str] = {}
     for part in (p for instr in role.program for p in instr.parts):
         match part.op:
             case Collective(bucket=id) as op if id and op.kind != "all_reduce":
                 windows = gathered if op.law.state == "param" else reduced
+                windows = copied if op.law.route == "host" else windows
                 windows.by_bucket[id] = windows.by_bucket.get(id, 0) + 1
                 windows.moved += state_message_bytes(plan.bucket(id), op, plan.mesh)
-                kind_of.update(dict.fromkeys(part.writes, gathered))
+                kind_of.update(dict.fromkeys(part.writes, windows))
             case Fresh(bucket=id):
                 bucket_of[part.writes[0]] = id
                 kind_of[part.writes[0]] = reduced
@@ -89,7 +97,7 @@ def _counted(plan: Plan, role: RolePlan) -> tuple[_Windows, _Windows]:
             case _:
                 for value in part.held:
                     kind_of[value].uses += 1
-    return gathered, reduced
+    return gathered, reduced, copied
 
 
 def _room(bytes_: list[int | None]) -> str:

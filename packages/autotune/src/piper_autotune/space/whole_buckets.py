@@ -59,9 +59,7 @@ class WholeBuckets:
         self._known: dict[tuple[str, str, bool], BucketUse] = {}
         self._kept_by_role: dict[str, KeptBuckets | None] = {}
         self.gathered = {
-            b.id: b.numel * ITEM_BYTES[b.compute_dtype]
-            for b in graph.buckets.values()
-            if b.shard.params
+            b.id: b.numel * ITEM_BYTES[b.compute_dtype] for b in graph.buckets.values() if b.lent
         }
         self.reduced = {
             b.id: b.numel * ITEM_BYTES[b.reduce_dtype]

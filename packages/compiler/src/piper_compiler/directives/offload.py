@@ -15,19 +15,21 @@ recompute(keep="inputs", modules=modules) would make again. Capture makes that v
 
 With tensors="optim" the optimizer of the selected chunks runs on the host, which alone keeps its states and the
 parameters that it updates (masters). Its Update copies the gradients there, and the updated parameters back, in the
-dtype of forward and backward (ZeRO-Offload; Ren et al., 2021).
+dtype of forward and backward (ZeRO-Offload; Ren et al., 2021). With tensors="states" the parameters stay on the
+host, too: they are copied to the device ahead of each use, or with zero=3 this rank's shard ahead of each gather.
 
 Legality
  1. Forward and backward of the selected chunks are selected, in all microbatches.
- 2. `tensors` is "all", "saved", "inputs" or "optim".
+ 2. `tensors` is "all", "saved", "inputs", "optim" or "states".
  3. `prefetch` is an integer of at least 0, and `least_mb` a number of at least 0.
  4. No selected chunk is offloaded already; its optimizer and its other tensors may be, by two directives.
  5. The program is of a captured model; a synthetic program has no tensors that wait.
- 6. No selected chunk is opaque, unless `tensors` is "optim": autograd holds its tensors itself.
- 7. The backward of a selected chunk needs a tensor of that kind; with "optim" a selected chunk trains parameters.
+ 6. No selected chunk is opaque, unless states are moved: autograd holds its tensors itself.
+ 7. The backward of a selected chunk needs a tensor of that kind; for states a selected chunk trains parameters.
  8. Each of `modules` is a pattern that matches a module that the model runs, which the capture checks; `tensors` is
     not "inputs" beside it.
- 9. With tensors="optim" prefetch, least_mb and modules are not given: all states of the chunks stay on the host.
+ 9. For states prefetch, least_mb and modules are not given: all states of the chunks stay on the host.
+10. With tensors="states" ranks shard the parameters with the optimizer's states (zero=3), or none of them (zero=0).
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from piper_compiler.directives.base import (
     site_field,
 )
 from piper_compiler.directives.decided import Decided
-from piper_compiler.directives.prepare import CaptureRequest, Preparation
+from piper_compiler.directives.prepare import CaptureRequest, Preparation, by_layers
 from piper_compiler.directives.recompute import ASKED_FOR, policy_name
 from piper_compiler.ports import kept_inside, trains, value_reads
 from piper_ir.graph.graph import Graph, Node, Offloading
@@ -53,8 +55,8 @@ from piper_ir.ground.select import Where
 from piper_ir.program.ops import Compute
 
 MB = 1 << 20
-OPTIM = "optim"
-TENSORS = ("all", "saved", "inputs", OPTIM)
+OPTIM, STATES = "optim", "states"
+TENSORS = ("all", "saved", "inputs", OPTIM, STATES)
 
 
 @directive
@@ -66,7 +68,8 @@ class Offload:
         prefetch: how many backwards of offloaded chunks ahead of its first reader a tensor is brought back.
         tensors: "saved" by the forward of a chunk for its backward; "inputs": activations that chunks hand on and the
             backward reads again, as the inputs of a recomputed layer; "all" of these. "optim": the states of the
-            optimizer and the parameters that it updates, which never leave the host.
+            optimizer and the parameters that it updates, which never leave the host. "states": these, and the
+            shards of the parameters that forward and backward read.
         least_mb: MiB that a tensor has at least; smaller ones stay on the device.
         modules: patterns of the names of the modules whose tensors move; () for all.
         site: where the user wrote it.
@@ -88,7 +91,9 @@ class Offload:
         return policy_name(ASKED_FOR, self.modules)
 
     def prepare(self, request: CaptureRequest, seen: Preparation) -> CaptureRequest:
-        """Ask for the variants of chunks that tell the tensors of `modules`."""
+        """Ask for layers if parameters leave the device, and for the variants that tell the tensors of `modules`."""
+        if self.tensors == STATES:
+            return by_layers(request, seen)
         if self.modules == ():
             return request
         self._check_modules()
@@ -114,12 +119,12 @@ class Offload:
         nodes = compute_nodes(self, graph, self.selection)
         chunks = _chunks(nodes)
         self._check_whole(graph, nodes, chunks)
-        if self.tensors == OPTIM:
-            self._check_optim(graph, chunks)
+        if self.tensors in (OPTIM, STATES):
+            self._check_states(graph, chunks)
         else:
             self._check_waiting(graph, chunks)
 
-    def _check_optim(self, graph: Graph, chunks: tuple[str, ...]) -> None:
+    def _check_states(self, graph: Graph, chunks: tuple[str, ...]) -> None:
         """Check conditions 4, 7 and 9 of states on the host."""
         if already := tuple(c for c in chunks if c in graph.hosted):
             text = f"the optimizer of {already[0]} is on the host already; select each chunk once"
@@ -130,7 +135,7 @@ class Offload:
         settings = (("prefetch", 1), ("least_mb", 1.0), ("modules", ()))
         given = [name for name, default in settings if getattr(self, name) != default]
         if given:
-            text = f'{", ".join(given)} beside tensors="optim"; states do not move, so leave it out'
+            text = f'{", ".join(given)} beside tensors="{self.tensors}"; states do not move, so leave it out'
             raise fail(self, 9, text)
 
     def _check_waiting(self, graph: Graph, chunks: tuple[str, ...]) -> None:
@@ -211,13 +216,14 @@ class Offload:
 
         Bounds of states count them on the device, so there are none where the optimizer is on the host.
         """
-        return None if self.tensors == OPTIM else Decided(away=True)
+        return None if self.tensors in (OPTIM, STATES) else Decided(away=True)
 
     def apply(self, graph: Graph) -> Graph:
         edit = graph.edit()
         chunks = _chunks(graph.pick(self.selection))
-        if self.tensors == OPTIM:
+        if self.tensors in (OPTIM, STATES):
             edit.hosted = (*edit.hosted, *chunks)
+            edit.away = (*edit.away, *(chunks if self.tensors == STATES else ()))
             return edit.done()
         edit.offloading.update(dict.fromkeys(chunks, self._policy()))
         return edit.done()

@@ -99,6 +99,17 @@ def lacks_layers(program: Program, wanted: int) -> bool:
     return not any("stage" in chunk.coords for chunk in program.chunks)
 
 
+def by_layers(request: CaptureRequest, seen: Preparation) -> CaptureRequest:
+    """Ask for a chain of like modules as layers if the program has none: its parameters are lent chunk by chunk.
+
+    Chunks that another directive names stay as they are.
+    """
+    named = any(selects(item, "chunk") for item in seen.directives)
+    if request.layers or named or not lacks_layers(seen.program, 1):
+        return request
+    return replace(request, layers=LONGEST_CHAIN)
+
+
 def layers_of(program: Program) -> list[int]:
     """Return the layer coordinates in order of first appearance."""
     return list(dict.fromkeys(c.coords["layer"] for c in program.chunks if "layer" in c.coords))

@@ -37,11 +37,11 @@ from piper_compiler.directives.base import (
     site_field,
 )
 from piper_compiler.directives.decided import Decided
-from piper_compiler.directives.prepare import CaptureRequest, Preparation, lacks_layers, selects
+from piper_compiler.directives.prepare import CaptureRequest, Preparation, by_layers
 from piper_compiler.directives.shard import Shard, shared_axes
 from piper_ir.graph.graph import Graph, Node, Replication
 from piper_ir.ground.mesh import AXES, Mesh, whole_axis
-from piper_ir.ground.select import LONGEST_CHAIN, Where
+from piper_ir.ground.select import Where
 from piper_ir.ground.shards import Shards
 from piper_ir.plan.plan import COMPUTE
 
@@ -110,14 +110,8 @@ class Replicate:
             )
 
     def prepare(self, request: CaptureRequest, seen: Preparation) -> CaptureRequest:
-        """Ask for a chain of like modules as layers if parameters are sharded and the program has no layers.
-
-        Parameters are gathered chunk by chunk. Chunks that another directive names stay as they are.
-        """
-        named = any(selects(item, "chunk") for item in seen.directives)
-        if request.layers or named or not self.shards.params or not lacks_layers(seen.program, 1):
-            return request
-        return replace(request, layers=LONGEST_CHAIN)
+        """Ask for a chain of like modules as layers if parameters are sharded: they are gathered chunk by chunk."""
+        return by_layers(request, seen) if self.shards.params else request
 
     def check(self, graph: Graph) -> None:
         if (

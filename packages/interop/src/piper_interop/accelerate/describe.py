@@ -40,11 +40,13 @@ class FsdpSharding:
         zero: the level: 0 or 3.
         reshard: whether parameters are dropped after the forward.
         hybrid: whether states are shared within a node only.
+        on_host: whether states, but for gradients, are in the memory of the host.
     """
 
     zero: int
     reshard: bool = True
     hybrid: bool = False
+    on_host: bool = False
 
 
 def describe(foreign: Foreign, asked: Asked) -> JobDescription:
@@ -73,6 +75,8 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         offload=_offloaded(foreign),
         compute=half or "float32",
         reduce=half if half and sharding.zero else "float32",
+        optim_on_host=float(sharding.on_host),
+        params_on_host=sharding.on_host,
         float8=_float8(foreign),
         clip_norm=clip or None,
         lr=float(foreign.get(f"{ARGUMENTS}learning_rate", 3e-4)),
@@ -144,6 +148,13 @@ def _sharding(foreign: Foreign) -> FsdpSharding:
     """
     if not _is_fsdp(foreign):
         return FsdpSharding(0)
+    words = [str(word).lower() for word in _words(foreign)]
+    there = bool(fsdp(foreign, "offload_params") or fsdp(foreign, "cpu_offload"))
+    return replace(_strategy(foreign), on_host=there or "offload" in words)
+
+
+def _strategy(foreign: Foreign) -> FsdpSharding:
+    """Return how states are shared by the name of FSDP's strategy."""
     strategy = fsdp(foreign, "reshard_after_forward")
     if strategy is None:
         strategy = fsdp(foreign, "sharding_strategy", _legacy(foreign))
@@ -163,24 +174,23 @@ def _sharding(foreign: Foreign) -> FsdpSharding:
     return FsdpSharding(3, name in ("FULL_SHARD", "HYBRID_SHARD"), name.startswith("HYBRID"))
 
 
+def _words(foreign: Foreign) -> list[Any]:
+    """Return the words of TrainingArguments' field `fsdp`, such as "full_shard offload"."""
+    words = foreign.get(f"{ARGUMENTS}fsdp", True)
+    return words.split() if isinstance(words, str) else words if isinstance(words, list) else []
+
+
 def _legacy(foreign: Foreign) -> str:
     """Return the strategy among the words of TrainingArguments' field `fsdp`."""
-    words = foreign.get(f"{ARGUMENTS}fsdp", True)
-    texts = words.split() if isinstance(words, str) else words if isinstance(words, list) else []
+    texts = _words(foreign)
     unknown = [
         text
         for text in texts
         if str(text).upper() not in (*STRATEGIES, "AUTO_WRAP", "OFFLOAD", "TRUE")
     ]
-    if unknown or any(str(text).lower() == "offload" for text in texts):
-        raise JobError(
-            f"{foreign.source}: fsdp={words!r}{foreign.at(f'{ARGUMENTS}fsdp')}: "
-            + (
-                f"no such option: {unknown[0]}"
-                if unknown
-                else "offload to the host cannot be said here; leave it out"
-            )
-        )
+    if unknown:
+        written = f"fsdp={foreign[f'{ARGUMENTS}fsdp']!r}{foreign.at(f'{ARGUMENTS}fsdp')}"
+        raise JobError(f"{foreign.source}: {written}: no such option: {unknown[0]}")
     return next((str(text) for text in texts if str(text).upper() in STRATEGIES), "FULL_SHARD")
 
 

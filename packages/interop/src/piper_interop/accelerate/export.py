@@ -21,12 +21,16 @@ def export(described: JobDescription) -> Exported:
     """Return a launch file, TrainingArguments, and a DeepSpeed file for strategies that only DeepSpeed has.
 
     DDP has whole states, FSDP 2 shards all of them, and DeepSpeed the rest: zero=1, zero=2, attention by heads, and
-    shared states of an optimizer on the host.
+    shared states of an optimizer on the host, with parameters on the device.
     Raises JobError that names all that none of them can do.
     """
     layout = described.layout
     by_heads = layout.cp > 1 and layout.attention == "heads"
-    if layout.zero in (1, 2) or by_heads or (layout.zero and described.optim_on_host):
+    if (
+        layout.zero in (1, 2)
+        or by_heads
+        or (layout.zero and described.optim_on_host and not described.params_on_host)
+    ):
         return _by_deepspeed(described)
     lacks("Accelerate", described, _impossible(described))
     sharded = layout.zero == 3
@@ -36,7 +40,7 @@ def export(described: JobDescription) -> Exported:
             "fsdp_version": 2,
             "fsdp_reshard_after_forward": layout.reshard,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_offload_params": False,
+            "fsdp_offload_params": described.params_on_host,
             "fsdp_cpu_ram_efficient_loading": False,
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
             "fsdp_activation_checkpointing": bool(described.recompute),
@@ -79,7 +83,7 @@ def _impossible(described: JobDescription) -> list[str]:
         lines.append("zero=3 over one device; nearest: zero=0")
     if described.float8 is not None and described.float8.recipe not in FP8:
         lines.append(f"float8 by the recipe {described.float8.recipe}; nearest: tensorwise")
-    if described.optim_on_host:
+    if described.optim_on_host and layout.zero != 3:
         lines.append("an optimizer on the host without zero; nearest: zero=1")
     if described.params != "float32":
         lines.append(f"params={described.params}: the script loads the weights; nearest: float32")

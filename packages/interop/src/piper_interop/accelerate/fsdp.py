@@ -45,9 +45,9 @@ STRATEGY = OptionKind(
 )
 CHECKPOINTS = Ignored("concerns checkpoints, and no step")
 LOADING = Ignored("concerns the loading of weights, and no step")
-OFFLOAD = Unsupported(
-    "offload of parameters to the host",
-    "leave the option out, or shard over more devices",
+OFFLOAD = Nearest(
+    "all states on the host; gradients are copied there when a step ends",
+    "too much memory by the shards of gradients, which FSDP copies during backward, and predicted too slow by that copy",
     unless=(False, None),
 )
 ZERO = Mapped("zero, dp, dp_replicate")

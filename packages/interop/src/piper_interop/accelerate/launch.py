@@ -16,7 +16,7 @@ from piper_interop.neutral.kinds import (
     OptionSpec,
     one_of,
 )
-from piper_interop.neutral.options import Ignored, Mapped, Nearest, Unsupported
+from piper_interop.neutral.options import SAYS_NOTHING, Ignored, Mapped, Nearest, Unsupported
 
 TYPES = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
 HOSTS = Ignored("concerns how processes are started")
@@ -52,7 +52,8 @@ PART_OF_FP8 = Ignored("a part of fp8, which mixed_precision decides")
 GRAPH = Ignored("a choice inside of the compiler, whose graph is not modelled")
 DEEPSPEED = Mapped("DeepSpeed's options")
 CORES = Ignored("concerns cores of the host")
-TPU = Unsupported("TPUs", "leave the option out", unless=(False, None, "no"))
+TPU = Unsupported("TPUs", "leave the option out", unless=(*SAYS_NOTHING, "no"))
+"""The options of TPUs; `accelerate config` writes `tpu_env: []` and `downcast_bf16: 'no'` into every file."""
 
 LAUNCH: dict[str, OptionSpec] = {
     "compute_environment": (
@@ -125,6 +126,10 @@ LAUNCH: dict[str, OptionSpec] = {
     "deepspeed_config.deepspeed_moe_layer_cls_names": (TEXT, Ignored("gathers experts as one unit")),
     "deepspeed_config.transformer_moe_cls_names": (TEXT, Ignored("gathers experts as one unit")),
     "deepspeed_config.hf_ds_config": (TEXT, DEEPSPEED),
+    "deepspeed_config.seq_parallel_communication_data_type": (
+        TEXT,
+        Ignored("gradients over sequence-parallel ranks are summed with those over replicas here"),
+    ),
     "deepspeed_config.is_train_batch_min": (BOOL, HOSTS),
     "deepspeed_config.deepspeed_hostfile": (TEXT, HOSTS),
     "deepspeed_config.deepspeed_exclusion_filter": (TEXT, HOSTS),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from piper_interop.accelerate.fsdp import MESH, TRAINER_FSDP
+from dataclasses import replace
+
+from piper_interop.accelerate.fsdp import MESH, OFFLOAD, TRAINER_FSDP
 from piper_interop.neutral.kinds import (
     ANY,
     BOOL,
@@ -87,7 +89,10 @@ SAID: dict[str, OptionSpec] = {
     "no_cuda": (BOOL, Unsupported("training on CPUs", "give false")),
     "fsdp": (
         OptionKind("true, false or a text of options", (bool, str, list), empty=True),
-        Mapped("zero"),
+        (
+            replace(OFFLOAD, when=lambda f: "offload" in str(f.get("TrainingArguments.fsdp"))),
+            Mapped("zero"),
+        ),
     ),
     "fsdp_config": (OptionKind("an object", (dict,), empty=True), PLAIN),
     "deepspeed": (

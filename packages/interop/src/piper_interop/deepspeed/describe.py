@@ -7,7 +7,15 @@ from pathlib import Path
 
 from piper_interop.deepspeed.arguments import PREFIX
 from piper_interop.deepspeed.table import TABLE
-from piper_interop.deepspeed.zero import BUCKET, ahead, gathers, persistent, stage
+from piper_interop.deepspeed.zero import (
+    BUCKET,
+    ahead,
+    gathers,
+    optim_on_host,
+    params_on_host,
+    persistent,
+    stage,
+)
 from piper_interop.neutral.described import (
     DeviceLayout,
     JobDescription,
@@ -65,6 +73,7 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         recompute=(Recomputation("inputs"),) if recomputes(foreign) else (),
         offload=offloaded(foreign) if recomputes(foreign) else None,
         optim_on_host=on_host(foreign),
+        params_on_host=params_on_host(foreign),
         params=params,
         compute=compute,
         reduce=reduce,
@@ -262,15 +271,12 @@ def offloaded(foreign: Foreign) -> OffloadedTensors | None:
 
 
 def on_host(foreign: Foreign) -> float:
-    """Return the fraction of the optimizer that runs on the host."""
-    section = "zero_optimization."
-    if not stage(foreign):
+    """Return the fraction of the optimizer that runs on the host: all of it, if parameters are there."""
+    if not stage(foreign) or not optim_on_host(foreign):
         return 0.0
-    if foreign.get(f"{section}cpu_offload", False):
+    if not gathers(foreign) or params_on_host(foreign):
         return 1.0
-    if foreign.get(f"{section}offload_optimizer.device", "none") != "cpu":
-        return 0.0
-    return float(foreign.get(f"{section}offload_optimizer.ratio", 1.0)) if gathers(foreign) else 1.0
+    return float(foreign.get("zero_optimization.offload_optimizer.ratio", 1.0))
 
 
 def _compiled(foreign: Foreign) -> bool:

@@ -47,6 +47,8 @@ def _impossible(described: JobDescription) -> list[str]:
         )
     if described.optim_on_host and layout.zero < (1 if described.optim_on_host == 1 else 3):
         lines.append("the optimizer, or a part of it, on the host; nearest: with zero=3")
+    if described.params_on_host and layout.zero != 3:
+        lines.append("parameters on the host without zero=3; nearest: with zero=3")
     if layout.prefetch is not None and layout.prefetch > 1 and layout.zero == 3:
         lines.append(f"prefetch={layout.prefetch}; nearest: 1")
     if (described.params, described.compute) not in _PRECISIONS:
@@ -99,6 +101,8 @@ def _options(described: JobDescription) -> dict[str, Any]:
     }
     if described.optim_on_host:
         options["zero_optimization.offload_optimizer.device"] = "cpu"
+        if described.params_on_host:
+            options["zero_optimization.offload_param.device"] = "cpu"
         if described.optim_on_host < 1:
             options["zero_optimization.offload_optimizer.ratio"] = described.optim_on_host
     if described.offload is not None:

@@ -48,6 +48,11 @@ SAMPLED = Unsupported(
 )
 QUANTISED = Unsupported("quantised weights", "leave the section out", unless=(None, {}))
 COMPILER_OFFLOAD = Unsupported("offload by the compiler", "leave the option out")
+OLD_COMPILER = Unsupported(
+    "an option that DeepSpeed has removed",
+    "leave it out, and predict compiled kernels by the cluster's stack: --cluster h100x8@inductor",
+    unless=(None, False, {}),
+)
 COMPILER = Ignored("a choice inside of DeepCompile, whose graph is not modelled")
 EXPERTS = Ignored("finds the experts in the model, which its sizes say here")
 ROUTER = Ignored("of the router, which the model's sizes say here")
@@ -338,6 +343,7 @@ EXPERT: dict[str, OptionSpec] = {
 }  # fmt: skip
 
 COMPILE: dict[str, OptionSpec] = {
+    **{f"compile.{name}": (ANY, OLD_COMPILER) for name in ("enabled", "disable", "backend", "kwargs")},
     "compile.deepcompile": (BOOL, Mapped("the kernel stack inductor")),
     "compile.offload_activation": (BOOL, COMPILER_OFFLOAD),
     "compile.offload_opt_states": (BOOL, COMPILER_OFFLOAD),

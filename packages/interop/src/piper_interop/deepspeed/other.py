@@ -192,4 +192,13 @@ GONE: dict[str, OptionSpec] = {
     },
 }
 
-OTHER = {**MONITORS, **CHECKPOINTED, **SEARCHED, **SAMPLING, **GENERATION, **GONE}
+UNREAD: dict[str, OptionSpec] = {
+    "_*": (ANY, Ignored("a comment: no option of DeepSpeed begins with an underscore")),
+    **{
+        section: (ANY, Ignored("DeepSpeed reads no such section, and passes over it"))
+        for section in ("monitor_config.*", "comms_config.*")
+    },
+}
+"""The keys that public files have beside DeepSpeed's options: it accepts any key on the first level of a file."""
+
+OTHER = {**UNREAD, **MONITORS, **CHECKPOINTED, **SEARCHED, **SAMPLING, **GENERATION, **GONE}

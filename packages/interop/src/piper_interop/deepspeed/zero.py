@@ -65,9 +65,34 @@ def _elements(foreign: Foreign, name: str, default: int) -> int:
     return default if elements is None else int(elements)
 
 
+def optim_on_host(foreign: Foreign) -> bool:
+    """Return whether the optimizer, or a part of it, runs on the host; a truth value is the old form."""
+    old = foreign.get("zero_optimization.cpu_offload", False)
+    return bool(old) or foreign.get("zero_optimization.offload_optimizer.device", "none") == "cpu"
+
+
+def params_on_host(foreign: Foreign) -> bool:
+    """Return whether the parameters of stage 3 are on the host; a truth value is the old form."""
+    old = foreign.get("zero_optimization.cpu_offload_param", False)
+    named = foreign.get("zero_optimization.offload_param.device", "none")
+    return gathers(foreign) and (bool(old) or named == "cpu")
+
+
 STAGE = "leave the option out, or take a higher ZeRO stage in its place"
-OFFLOAD = Unsupported(
-    "offload of states to the host or to disks", STAGE, unless=(None, False, "none")
+OFFLOAD = (
+    Unsupported(
+        "offload of parameters to disks",
+        STAGE,
+        unless=(None, False, True, "none", "cpu"),
+        when=gathers,
+    ),
+    Unsupported(
+        "parameters on the host with their optimizer on the device",
+        "give offload_optimizer, too",
+        unless=(None, False, "none"),
+        when=lambda foreign: gathers(foreign) and not optim_on_host(foreign),
+    ),
+    Mapped("parameters on the host, which DeepSpeed moves in stage 3 alone"),
 )
 ON_HOST = (
     Nearest(

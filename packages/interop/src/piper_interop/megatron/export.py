@@ -305,6 +305,8 @@ def _recompute(described: JobDescription, options: WrittenOptions) -> None:
 def _offload(described: JobDescription, options: WrittenOptions) -> None:
     """Write the layers whose tensors wait on the host, all but the last at most: without stages and recomputation."""
     offload, layers = described.offload, int(described.sizes.fields["layers"])
+    if described.params_on_host:
+        options.refuse("parameters on the host", 'offload(tensors="optim")')
     if described.optim_on_host:
         options.add("optimizer-cpu-offload")
         options.add("use-precision-aware-optimizer")

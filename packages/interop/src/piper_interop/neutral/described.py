@@ -223,6 +223,7 @@ class JobDescription:
         recompute: the layers that are computed again; () for none.
         offload: the activations that wait on the host; None for none.
         optim_on_host: the fraction of the layers whose optimizer is on the host; 1 for that of the whole model.
+        params_on_host: whether the parameters are there, too; then `optim_on_host` is 1.
         loss_tiles: the tiles of tokens in which logits and loss are computed.
         params: the dtype of parameters, gradients' sums and optimizer states.
         compute: the dtype of forward and backward.
@@ -255,6 +256,7 @@ class JobDescription:
     notes: tuple[str, ...] = ()
     offload: OffloadedTensors | None = None
     optim_on_host: float = 0.0
+    params_on_host: bool = False
     loss_tiles: int = 1
     loss_scale: tuple[tuple[str, float], ...] = ()
     float8: Float8Layers | None = None

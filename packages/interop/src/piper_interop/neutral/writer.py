@@ -184,7 +184,8 @@ def calls(described: JobDescription) -> Iterator[tuple[str, str]]:
         yield "offload", _offload(described.offload)
     if described.optim_on_host:
         part = "" if described.optim_on_host == 1 else f"layer=range({described.layers_on_host})"
-        yield "offload", f'piper.offload(where({part}), tensors="optim")'
+        tensors = "states" if described.params_on_host else "optim"
+        yield "offload", f'piper.offload(where({part}), tensors="{tensors}")'
     if layout.replicas > 1 or (layout.zero and layout.over_cp and layout.cp > 1):
         yield "dp", f"*recipes.data_parallel({_arguments(_replicated(layout))})"
 

@@ -68,6 +68,8 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         params=params,
         compute=compute,
         reduce=foreign.get("training.mixed_precision_reduce", "float32") if layout.zero else params,
+        optim_on_host=float(_on_host(foreign, layout)),
+        params_on_host=_on_host(foreign, layout),
         float8=foreign.facts.get("float8"),
         clip_norm=float(norm) if norm else None,
         lr=_rate(foreign),
@@ -77,6 +79,11 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         loss_tiles=_tiles(foreign, length // layout.cp),
         origins=_origins(foreign),
     )
+
+
+def _on_host(foreign: Foreign, layout: DeviceLayout) -> bool:
+    """Return whether states, but for gradients, are in the memory of the host: FSDP offloads them, and DDP does not."""
+    return bool(foreign.get("training.enable_cpu_offload", False)) and layout.zero > 0
 
 
 def _layout(foreign: Foreign, devices: int) -> DeviceLayout:

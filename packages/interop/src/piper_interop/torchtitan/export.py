@@ -73,8 +73,8 @@ def _lacking(described: JobDescription) -> Iterator[str]:
         if part.keep not in CHECKPOINTING or part.layers is not None or part.group > 1:
             instead = "products/2" if part.keep.startswith("products") else "inputs"
             yield f"recompute(keep={part.keep!r}) of some layers; the nearest is keep={instead!r} for all layers"
-    if described.optim_on_host:
-        yield "an optimizer on the host; the nearest keeps it on the device"
+    if described.optim_on_host and not (described.params_on_host and layout.zero):
+        yield "an optimizer alone on the host; the nearest has tensors='states' with zero=3"
     if described.offload is not None:
         yield "activations that wait on the host; the nearest recomputes them"
     if len(described.recompute) > 1:
@@ -100,6 +100,8 @@ def _options(described: JobDescription) -> Iterator[tuple[str, object]]:
     )
     yield "training.global_batch_size", described.global_batch
     yield "training.dtype", described.params
+    if described.params_on_host:
+        yield "training.enable_cpu_offload", True
     yield "training.mixed_precision_param", described.compute
     if described.clip_norm:
         yield "training.max_norm", described.clip_norm

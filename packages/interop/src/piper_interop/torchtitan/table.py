@@ -47,8 +47,14 @@ TABLE: OptionTable = {
     "training.max_context_length": Mapped("tokens per row"),
     "training.max_norm": Mapped("Job(clip_norm=)"),
     "training.steps": Ignored("the length of the training"),
-    "training.enable_cpu_offload": Unsupported(
-        "states on the host", "leave the option out, and share states among more devices"
+    "training.enable_cpu_offload": Nearest(
+        "all states on the host; gradients are copied there when a step ends",
+        "too much memory by the shards of gradients, which FSDP copies during backward, and predicted too slow by that "
+        "copy",
+        when=lambda f: any(
+            f.get(f"parallelism.{axis}_degree", 1) != 1
+            for axis in ("data_parallel_shard", "context_parallel")
+        ),
     ),
     "training.disable_cuda_graphs": Ignored("CUDA graphs save launches; a kernel stack counts these"),
     "training.dtype": Mapped("Precision(params=)"),

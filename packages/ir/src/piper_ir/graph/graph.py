@@ -85,6 +85,7 @@ class Graph(NamedNodes, Selecting):
         replication: chunk -> how it is replicated.
         offloading: chunk -> which of its tensors wait for its backward in the memory of the host.
         hosted: the chunks whose optimizer and its states are on the host.
+        away: the chunks among them whose parameters are there, too.
         microbatches: how many; 0 before the batch is split.
         log: the directives that were applied.
         costs: known durations, for directives that weigh layers.
@@ -108,6 +109,7 @@ class Graph(NamedNodes, Selecting):
     replication: Mapping[str, Replication] = field(default_factory=dict)
     offloading: Mapping[str, Offloading] = field(default_factory=dict)
     hosted: tuple[str, ...] = ()
+    away: tuple[str, ...] = ()
     microbatches: int = 0
     log: tuple[Applied, ...] = ()
     costs: Costs | None = None
@@ -184,6 +186,7 @@ class Editor:
         self.replication = dict(graph.replication)
         self.offloading = dict(graph.offloading)
         self.hosted = graph.hosted
+        self.away = graph.away
         self.microbatches = graph.microbatches
         self._index = dict(graph.index)
         self._entered: dict[
@@ -440,6 +443,7 @@ class Editor:
             replication=self.replication,
             offloading=self.offloading,
             hosted=self.hosted,
+            away=self.away,
             microbatches=self.microbatches,
             log=(*self.graph.log, applied) if applied else self.graph.log,
             index={

@@ -55,6 +55,7 @@ class GraphDocument:
     exchanges: Mapping[str, EdgeExchange] | None = None
     offloading: Mapping[str, Offloading] | None = None
     hosted: tuple[str, ...] = ()
+    away: tuple[str, ...] = ()
 
 
 def to_document(graph: Graph) -> GraphDocument:
@@ -79,6 +80,7 @@ def to_document(graph: Graph) -> GraphDocument:
         graph.exchanges or None,
         graph.offloading or None,
         graph.hosted,
+        graph.away,
     )
 
 
@@ -111,7 +113,7 @@ def from_document(document: GraphDocument) -> Graph:
     edit.buckets = {b.id: b for b in document.buckets}
     edit.replication = dict(document.replication or {})
     edit.offloading = dict(document.offloading or {})
-    edit.hosted = document.hosted
+    edit.hosted, edit.away = document.hosted, document.away
     edit.microbatches = document.microbatches
     return edit.done()
 

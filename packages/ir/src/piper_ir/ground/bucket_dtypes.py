@@ -8,7 +8,7 @@ from piper_ir.ground.sizes import ITEM_BYTES
 class BucketDtypes:
     """Name the dtypes of a bucket's states: the dtype of the update, and two that are "" if they equal it.
 
-    `host` says whether the optimizer and its states are on the host.
+    `host` says whether the optimizer and its states are on the host, and `away` whether its parameters are, too.
     """
 
     __slots__ = ()
@@ -16,6 +16,7 @@ class BucketDtypes:
     compute: str
     reduce: str
     host: bool
+    away: bool
 
     @property
     def compute_dtype(self) -> str:
@@ -30,7 +31,11 @@ class BucketDtypes:
     @property
     def mastered(self) -> bool:
         """Return whether its holders have a master beside the parameters that chunks read."""
-        return self.host or self.compute_dtype != self.dtype
+        return self.host != self.away or self.compute_dtype != self.dtype
+
+    def on_host(self, category: str) -> bool:
+        """Return whether its state of a category is in the memory of the host."""
+        return self.away if category == "param" else self.host and category in ("master", "optim")
 
     def dtype_of(self, category: str) -> str:
         """Return the dtype of a state of a category, or of a value that stands for one."""

@@ -101,7 +101,8 @@ def update_on_host_bytes(buckets: Iterable[Bucket], mesh: Mesh) -> int:
     """Return the most bytes on a rank's host beside the states while some buckets are updated there.
 
     These are copies of the gradients in the dtype of the update, one of them in the dtype in which it came; afterwards,
-    bucket by bucket, a copy of the parameters in the dtype of forward and backward, if that is another one.
+    bucket by bucket, a copy of the parameters in the dtype of forward and backward, if that is another one and they are
+    on the device.
     """
     held = most = 0
     for bucket in (b for b in buckets if b.host):
@@ -111,7 +112,8 @@ def update_on_host_bytes(buckets: Iterable[Bucket], mesh: Mesh) -> int:
         )
         held += update
         cast = came if bucket.reduce_dtype != bucket.dtype else 0
-        most = max(most, held + cast, sent if bucket.compute_dtype != bucket.dtype else 0)
+        sends = bucket.compute_dtype != bucket.dtype and not bucket.away
+        most = max(most, held + cast, sent if sends else 0)
     return most
 
 
@@ -129,8 +131,8 @@ def flat_bytes(bucket: Bucket, mesh: Mesh | None = None) -> dict[SharedState, in
 
 def state_message_bytes(bucket: Bucket, op: Collective, mesh: Mesh) -> int:
     """Return the bytes of the whole tensor of a collective on a bucket's state."""
-    kept = (
-        mesh.degree(bucket.shard.optim) if op.kind == "all_reduce" else 1
-    )  # it is among the ranks that keep the same shard
+    # An all-reduce is among the ranks that keep the same shard.
+    one = op.kind == "all_reduce" or op.law.route == "host"
+    kept = mesh.degree(bucket.shard.optim) if one else 1
     item = ITEM_BYTES[bucket.compute_dtype if op.law.state == "param" else bucket.reduce_dtype]
     return bucket.numel * item // kept

@@ -23,11 +23,12 @@ class Bucket(BucketDtypes):
         shard: the axes along which ranks share its states.
         gather: the channel on each of `roles` that gathers its parameters; empty when the optimizer's states are whole.
         scatter: likewise the channel that reduces its gradients and scatters them.
-        compute: the dtype of its parameters in forward and backward; "" for `dtype`. If they differ, or with `host`,
-            holders have a state "master", which is updated, and from which "param" is written.
+        compute: the dtype of its parameters in forward and backward; "" for `dtype`. If they differ, or with `host`
+            and not `away`, holders have a state "master", which is updated, and from which "param" is written.
         reduce: the dtype in which gradients are summed and reduced; "" for `dtype`.
         parts: the axes along which each rank holds another part of its parameters.
         host: whether its masters and the optimizer's states are in the memory of the host, where it is updated.
+        away: whether its parameters are there, too; chunks read copies, or gather them from copies of shards.
     """
 
     id: str
@@ -46,6 +47,12 @@ class Bucket(BucketDtypes):
     reduce: str = ""
     parts: tuple[str, ...] = ()
     host: bool = False
+    away: bool = False
+
+    @property
+    def lent(self) -> bool:
+        """Return whether chunks read its parameters from values: gathered from shards, or copied from the host."""
+        return self.away or bool(self.shard.params)
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,7 @@ COLLECTIVES: dict[str, Law] = {
 TO_HOST, FROM_HOST = "to_host", "from_host"
 HOST_COPIES: dict[str, Law] = {
     TO_HOST: Law("ToHost", "whole", "whole", "first", route="host"),
-    FROM_HOST: Law("FromHost", "whole", "whole", "first", route="host"),
+    FROM_HOST: Law("FromHost", "whole", "whole", "first", route="host", state="param"),
 }
 """The law of copies to the memory of the host and back: collectives of one rank, which every executor runs alike."""
 LAWS: Mapping[str, Law] = ChainMap(HOST_COPIES, COLLECTIVES)

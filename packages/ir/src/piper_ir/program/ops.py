@@ -136,7 +136,8 @@ class Collective:
     """Run one collective together with the other members of the channel, as COLLECTIVES defines the kind.
 
     It works with its read and its write or, if a bucket is named, with the state of that bucket that its law names. An
-    all-gather sends this rank's shard of the parameters, and gets all of them: into its write, or in place. A
+    all-gather sends this rank's shard of the parameters, and gets all of them: into its write, or in place. If the
+    shard is on the host, FromHost writes it to a value, which the all-gather reads. A
     reduce-scatter leaves the sum in this rank's shard of the gradients. An all-reduce sums the shard of the gradients
     that this rank's optimizer sees.
     """

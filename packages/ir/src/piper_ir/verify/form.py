@@ -460,7 +460,7 @@ class _States:
 
     def _on_host(self, state: State) -> bool:
         bucket = self._plan._buckets.get(state.name) if state.flat else None
-        return bool(bucket and bucket.host and state.category in ("master", "optim"))
+        return bool(bucket and bucket.on_host(state.category))
 
     def check(self, findings: Findings, role: RolePlan) -> None:
         """Compare the states of a role with the states that it uses."""

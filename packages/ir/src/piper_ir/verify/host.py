@@ -28,7 +28,8 @@ def brought_back(plan: Plan) -> dict[str, str]:
         if (kind := _kind(instr))
     ]
     originals = {part.writes[0]: part.reads[0] for part, kind in copies if kind == TO_HOST}
-    back = [(part.writes[0], part.reads[0]) for part, kind in copies if kind == FROM_HOST]
+    # A shard of parameters comes from a state, and is no value that was copied there.
+    back = [(p.writes[0], p.reads[0]) for p, kind in copies if kind == FROM_HOST and p.reads]
     return {value: originals[copy] for value, copy in back if copy in originals}
 
 

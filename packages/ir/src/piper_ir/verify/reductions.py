@@ -21,6 +21,7 @@ class _Use:
     uses: list[UsePosition] = field(default_factory=list)
     norms: list[UsePosition] = field(default_factory=list)
     gathers: list[UsePosition] = field(default_factory=list)
+    copies: list[UsePosition] = field(default_factory=list)
     scatters: list[UsePosition] = field(default_factory=list)
     folds: list[UsePosition] = field(default_factory=list)
     reductions: list[UsePosition] = field(default_factory=list)
@@ -29,7 +30,7 @@ class _Use:
     def of_collective(self, op: Collective) -> list[UsePosition]:
         """Return the list for a collective on the bucket."""
         if op.law.state == "param":
-            return self.gathers
+            return self.gathers if op.law.route != "host" else self.copies
         return self.scatters if op.law.writes == "part" else self.reductions
 
 
@@ -53,6 +54,7 @@ def check_reductions(findings: Findings, orders: dict[str, HappensBefore]) -> No
                 *use.reductions,
                 *use.norms,
                 *use.gathers,
+                *use.copies,
                 *use.scatters,
                 *use.folds,
             ]:
@@ -202,7 +204,7 @@ class _BucketOnRole:
                     f"is gathered by {op.law.name} on channel {op.channel}; its channel is {channel}",
                     place[0],
                 )
-        if self.bucket.shard.params:
+        if self.bucket.lent:
             return
         if len(gathers) != int(used):
             self.add("R31-gathered", f"is gathered {len(gathers)} times; {int(used)} is expected")

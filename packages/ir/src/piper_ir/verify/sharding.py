@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from piper_ir.plan.plan import Bucket, Channel, Plan, RolePlan
+from piper_ir.plan.plan import Bucket, Channel, Part, Plan, RolePlan
 from piper_ir.program.ops import Collective, Compute, Fold, Fresh
 from piper_ir.verify.happens_before import HappensBefore
 from piper_ir.verify.rules import Findings
@@ -75,14 +75,16 @@ class _Asked:
         home = {p: b for b in plan.buckets for p in b.params}
         self._steps: dict[tuple[str, str], tuple[set[str], set[str]]] = {}
         for chunk in (
-            (*plan.chunks, *plan.variants) if any(b.shard.grads for b in plan.buckets) else ()
+            (*plan.chunks, *plan.variants)
+            if any(b.shard.grads or b.lent for b in plan.buckets)
+            else ()
         ):
             for step, sig in chunk.steps.items():
                 ports = [chunk.inputs[int(p[2:])] for p in sig.reads if p.startswith("in")]
                 reads = {
                     home[i.ref].id
                     for i in ports
-                    if i.kind == "param" and i.ref in home and home[i.ref].shard.params
+                    if i.kind == "param" and i.ref in home and home[i.ref].lent
                 }
                 adds = {chunk.inputs[k].ref for k in sig.accumulates}
                 added = {home[p].id for p in adds if p in home and home[p].shard.grads}
@@ -111,6 +113,7 @@ class _SharedValues:
     ) -> None:
         self.findings, self.role, self.order, self.asked = findings, role, order, asked
         self.gathered: Named = {}
+        self.copies: Named = {}  # of parameters, or of shards of them, from the host
         self.buffers: dict[str, _Buffer] = {}
         self.sums: dict[str, str] = {}  # output of a scatter -> its buffer
 
@@ -131,7 +134,12 @@ class _SharedValues:
         for index, instr in enumerate(self.role.program):
             for part in instr.parts:
                 match part.op:
+                    case Collective(kind="from_host", bucket=bucket) if bucket:
+                        self.copies |= dict.fromkeys(part.writes, bucket)
+                        if not self.findings.plan.bucket(bucket).shard.params:
+                            self.gathered |= dict.fromkeys(part.writes, bucket)
                     case Collective(bucket=bucket) if bucket:
+                        self._gather(index, part)
                         self.gathered |= dict.fromkeys(part.writes, bucket)
                     case Fresh(bucket=bucket):
                         self.buffers[part.writes[0]] = _Buffer(bucket)
@@ -139,6 +147,14 @@ class _SharedValues:
                         self._scatter(index, part.op, part.reads[0], part.writes[0])
                     case _:
                         pass
+
+    def _gather(self, index: int, part: Part) -> None:
+        """Check that a gather of parameters which are on the host reads this rank's shard of them."""
+        assert isinstance(part.op, Collective)
+        brought = [self.copies.get(v) for v in part.reads]
+        if brought != [part.op.bucket] * len(part.reads):
+            text = f"it gathers {part.op.bucket} from {', '.join(part.reads)}, which is no copy of its shard"
+            self.findings.add("R31-gathered", text, self.role, index)
 
     def _scatter(self, index: int, op: Collective, value: str, result: str) -> None:
         bucket = self.findings.plan.bucket(self.buffers[value].bucket)

@@ -8,6 +8,7 @@ from typing import assert_never
 from piper_ir.ground.errors import PlanError
 from piper_ir.ground.sizes import ITEM_BYTES, TensorSpec
 from piper_ir.plan.plan import Category, Part, is_state
+from piper_ir.program.collectives import FROM_HOST
 from piper_ir.program.ops import (
     Add,
     Collective,
@@ -130,8 +131,12 @@ class Signatures:
             return first, [op.law.written(first[0], self._members(op.channel))]
         if not op.law.state:
             raise PlanError(f"{op.law.name} works on values, and it names the bucket {op.bucket}")
-        gathers = op.law.state == "param" and self.plan.bucket(op.bucket).shard.params
-        return [], [self._flat(op.bucket, "gathered")] if gathers else []
+        bucket = self.plan.bucket(op.bucket)
+        if not (op.law.state == "param" and bucket.lent):
+            return [], []
+        parts = self.plan.mesh.degree(bucket.shard.params)
+        copy = [self._flat(op.bucket, "gathered", parts)] if bucket.away else []
+        return ([], copy) if op.kind == FROM_HOST else (copy, [self._flat(op.bucket, "gathered")])
 
     def _members(self, channel: str) -> int:
         """Return how many ranks meet on a group channel."""

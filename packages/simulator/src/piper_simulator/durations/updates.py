@@ -125,7 +125,7 @@ def _on_buckets(plan: Plan, role: RolePlan, op: Update) -> Updated:
 def _on_host(plan: Plan, role: RolePlan, op: Update) -> HostUpdate:
     hosted = [b for b in map(plan.bucket, op.buckets) if b.host]
     own = _on_buckets(plan, role, replace(op, buckets=tuple(b.id for b in hosted)))
-    names = {b.id for b in hosted}
+    names = {b.id for b in hosted if not b.away}
     params = (s for s in role.states if s.category == "param" and s.flat and s.name in names)
     sent = sum(own_bytes(plan, s) for s in params)
     passes = sum(update_bytes(replace(own, others=0), fused=True)) - own.grad

@@ -100,7 +100,7 @@ def states(graph: Graph, training: Training) -> dict[str, tuple[State, ...]]:
     bucketed = {p for b in graph.buckets.values() for p in b.params}
     for bucket in graph.buckets.values():
         mine = [
-            State(kind, bucket.id, size, True, bucket.host and kind == "master")
+            State(kind, bucket.id, size, True, bucket.on_host(kind))
             for kind, size in flat_bytes(bucket, graph.mesh).items()
         ]
         if optim := training.state_bytes(

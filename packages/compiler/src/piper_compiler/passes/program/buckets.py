@@ -5,6 +5,7 @@ The rules R22-buckets and R23-holders of `piper_ir.verify` check them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -39,6 +40,7 @@ class _Kind:
         parts: the axes along which they are sharded.
         summed: the axes along which their gradients are partial sums of devices that share a chunk.
         host: whether they are updated on the host.
+        away: whether they are on the host themselves.
     """
 
     roles: tuple[str, ...]
@@ -50,6 +52,7 @@ class _Kind:
     parts: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
     host: bool = False
+    away: bool = False
 
     @property
     def step(self) -> int:
@@ -69,20 +72,23 @@ def make_buckets(edit: Editor, training: Training) -> None:
     open_: dict[_Kind, list[Param]] = {}
     filled: dict[_Kind, int] = {}
     buckets: list[tuple[_Kind, list[Param]]] = []
-    hosted = _updated_on_host(edit)
+    hosted, away = _users_alike(edit, edit.hosted), _users_alike(edit, edit.away)
     for param, policy, stage in _by_completion(edit):
         roles = roles_of[param.name]
         dtypes = training.bucket_dtypes(param)
+        chosen = policy
         policy = _of_param(policy, edit.graph.program, param, dtypes[1] or dtypes[0])
+        moved = param.name in away and _moves(edit, param, chosen, policy)
         group = training.group_of.get(param.name, 0)
         reduced = len(roles) > 1 or bool(policy.over or param.summed)
-        limit = policy.bucket_bytes if reduced else 2**62
+        limit = policy.bucket_bytes if reduced or moved else 2**62
         parts = tuple(sorted({p.axis for p in param.layout}))
-        unit = stage if policy.shard.grads else None
+        unit = stage if policy.shard.grads or moved else None
         on_host = param.name in hosted
         key = _Kind(
-            roles, dtypes, group, limit, _shared(policy), unit, parts, param.summed, on_host
-        )
+            roles, dtypes, group, limit, _shared(policy), unit, parts, param.summed, on_host,
+            moved,
+        )  # fmt: skip
         members = open_.get(key)
         item = ITEM_BYTES[dtypes[2] or dtypes[0]]
         if members is None or filled[key] + bind(param.spec.numel, 0) * item > limit:
@@ -93,6 +99,23 @@ def make_buckets(edit: Editor, training: Training) -> None:
         filled[key] += _aligned(param, key) * item
     for number, (key, members) in enumerate(buckets):
         _add(edit, f"bucket{number}", key, members)
+
+
+def _moves(edit: Editor, param: Param, chosen: Replication, policy: Replication) -> bool:
+    """Return whether a parameter of chunks whose states are on the host is there itself.
+
+    One of at most `whole_bytes` stays on the device, where updated parts are gathered. Raises CompileError if that is
+    true of all parameters.
+    """
+    if not policy.shard.optim or policy.shard.params:
+        return True
+    if chosen.shard.params:
+        return False
+    raise CompileError(
+        f"parameter {param.name!r} is whole on each rank, while ranks share the states of its optimizer, and "
+        f'offload(tensors="states") would gather what they updated on the host; use zero=3, zero=0 or tensors="optim"',
+        edit.away,
+    )
 
 
 WHOLE = {
@@ -176,9 +199,9 @@ def _by_completion(edit: Editor) -> list[tuple[Param, Replication, Coord | None]
     return [(by_name[name], policy, stage) for name, (policy, stage) in completed.items()]
 
 
-def _updated_on_host(edit: Editor) -> set[str]:
-    """Return the trained parameters of the chunks that are updated on the host."""
-    hosted, users = set(edit.hosted), dict[str, dict[bool, str]]()
+def _users_alike(edit: Editor, chunks: Sequence[str]) -> set[str]:
+    """Return the trained parameters of chunks whose states are on the host, where all of their users are alike."""
+    hosted, users = set(chunks), dict[str, dict[bool, str]]()
     if not hosted:
         return set()
     for chunk in edit.graph.program.chunks:
@@ -187,7 +210,7 @@ def _updated_on_host(edit: Editor) -> set[str]:
     for name, by_place in users.items():
         if len(by_place) > 1:
             raise CompileError(
-                f"parameter {name!r} is of {by_place[True]}, whose optimizer offload puts on the host, and of "
+                f"parameter {name!r} is of {by_place[True]}, whose states offload puts on the host, and of "
                 f"{by_place[False]}, whose it does not; select both",
                 tuple(by_place.values()),
             )
@@ -229,7 +252,7 @@ def _add(edit: Editor, id: str, kind: _Kind, members: list[Param]) -> None:
     dtype, compute, reduce = kind.dtypes
     edit.buckets[id] = Bucket(
         id, tuple(p.name for p in members), tuple(offsets), numel, dtype, roles, axes, kind.group, channel,
-        shard, gather, scatter, compute, reduce, kind.parts, kind.host,
+        shard, gather, scatter, compute, reduce, kind.parts, kind.host, kind.away,
     )  # fmt: skip
 
 

@@ -11,8 +11,11 @@ from piper_compiler.passes.steps.dependencies import Dependencies
 from piper_ir.graph.graph import Editor, Graph, Node
 from piper_ir.graph.graph_parts import mbs_of
 from piper_ir.ground.sizes import TensorSpec
-from piper_ir.plan.plan import Bucket, Category
+from piper_ir.plan.plan import HOST, Bucket, Category, Channel
 from piper_ir.program.ops import Collective, Fold
+
+COPY_ENGINES = 0
+"""The SMs that a copy to the host or back takes from compute: copy engines move it."""
 
 HeldValues = tuple[tuple[Category, str, str], ...]
 """The values that a node uses in place of others: each as (category, bucket, value) in place of states.
@@ -75,6 +78,13 @@ class Adder:
         """Declare a value that holds a flat tensor of a bucket."""
         if id not in self.edit.values:
             self.edit.value(id, TensorSpec((numel,), bucket.dtype_of(category)), category)
+        return id
+
+    def host_channel(self, kind: str, role: str) -> str:
+        """Return the channel of a role's copies to the memory of the host, or back; it is made on first use."""
+        id, known = f"{kind}.{role}", self.edit.channels
+        if id not in known:
+            known[id] = Channel(id, "group", (role,), (kind,), (), HOST, (COPY_ENGINES,))
         return id
 
     def add(self, node: Node, mb: int) -> int:

@@ -20,12 +20,9 @@ from piper_compiler.passes.steps.dependencies import Dependencies
 from piper_compiler.ports import kept_inside, signatures, value_reads
 from piper_ir.graph.graph import Graph, GraphValue, Node, Offloading
 from piper_ir.ground.sizes import TensorSpec, bind
-from piper_ir.plan.plan import HOST, Category, Channel
+from piper_ir.plan.plan import HOST, Category
 from piper_ir.program.collectives import FROM_HOST, TO_HOST
 from piper_ir.program.ops import COMM, Collective, Compute
-
-COPY_ENGINES = 0
-"""The SMs that a copy to the host or back takes from compute: copy engines move it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,12 +253,7 @@ class _Role:
 
     def _copy(self, kind: str, move: _Move, source: str, target: str) -> int:
         """Add a copy between the device and the host, and return its number."""
-        tensor, channel = move.tensor, f"{kind}.{self._role}"
-        known = self._adder.edit.channels
-        if channel not in known:
-            known[channel] = Channel(
-                channel, "group", (self._role,), (kind,), (), HOST, (COPY_ENGINES,)
-            )
+        tensor, channel = move.tensor, self._adder.host_channel(kind, self._role)
         at = self._deps.node(self._order[move.last if kind == TO_HOST else move.first])
         coords = {**at.coords, "op": kind}
         node = Node(

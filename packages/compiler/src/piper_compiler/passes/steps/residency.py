@@ -3,6 +3,7 @@
 Everything here is local to a role, since the ranks that share its buckets run the same program. So nodes are added
 behind scheduling, each next to the compute that it belongs to:
 
+    copy      this rank's parameters of a bucket from the host, if they are there; a gather reads it if they are a shard
     gather    all parameters of a bucket, `prefetch` uses ahead of their first use in a window; F and I use them
     fresh     a buffer for all gradients of a bucket, right before the first who adds to it in a window
     scatter   the buffer's sum over ranks, each shard to the rank that keeps it, right after the last who adds
@@ -14,16 +15,18 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from piper_compiler.durations import LINK
 from piper_compiler.passes.steps.adder import Adder, Scheduled
 from piper_compiler.passes.steps.dependencies import Dependencies, policies_of
 from piper_compiler.passes.steps.windows import CacheWindow, windows
 from piper_compiler.ports import signatures
-from piper_ir.graph.graph import Coord, Graph, Node
+from piper_ir.graph.graph import Coord, Graph, Node, Replication
 from piper_ir.ground.errors import CompileError
 from piper_ir.ground.sizes import ITEM_BYTES
 from piper_ir.plan.plan import Bucket, Category
+from piper_ir.program.collectives import FROM_HOST
 from piper_ir.program.ops import Collective, Compute, Fold, Fresh, Op
 from piper_ir.program.program import Chunk, Signature
 
@@ -39,7 +42,7 @@ def residency(
 
     `starts` and `seconds` are the canonical start and duration of each number that computes.
     """
-    shared = [b for b in graph.buckets.values() if b.shard.grads]
+    shared = [b for b in graph.buckets.values() if b.shard.grads or b.lent]
     if not shared:
         return Scheduled(graph, deps, sequence, {})
     if deps.spans:
@@ -75,7 +78,7 @@ class _Uses:
         if key not in self._known:
             chunk = self._graph.program.chunk(op.variant)
             sigs = signatures(chunk, op.step, op.apart)
-            read = [b.id for sig in sigs for b in self._read(chunk, sig) if b.shard.params]
+            read = [b.id for sig in sigs for b in self._read(chunk, sig) if b.lent]
             added = [self._home[chunk.inputs[k].ref].id for sig in sigs for k in sig.accumulates]
             self._known[key] = (
                 tuple(dict.fromkeys(read)),
@@ -105,7 +108,8 @@ class _Role:
             buckets,
         )
         self.ops = [adder.deps.node(i).op for i in order]
-        self.policy = policies_of(adder.graph)
+        alone = Replication((), 0, "", -1)
+        self.policy = {b: alone for b in adder.graph.buckets} | policies_of(adder.graph)
         self.starts: list[float] | None = None
         self.ending = _ending(self.ops)
         self.ids: dict[tuple[str, str, int], str] = {}  # of nodes that are in one microbatch
@@ -167,30 +171,43 @@ class _Role:
         return {"phase": self.adder.deps.node(user).coords["phase"], "op": op, "bucket": bucket}
 
     def _gather(self, window: CacheWindow, at: list[int]) -> None:
+        """Add the copy of parameters from the host, if they are there, and their gather, if ranks share them."""
         adder, first = self.adder, self.order[at[window.uses[0]]]
-        id, mb = self._named("gather", window, at)
-        known = adder.new.get(id)
-        node = self._gather_node(id, window, first) if known is None else known.node
-        number = adder.add(node, mb)
+        bucket, _ = self._bucket(window)
+        numbers, made = list[int](), tuple[str, ...]()
+        for kind in [FROM_HOST] * bucket.away + ["gather"] * bool(bucket.shard.params):
+            id, mb = self._named(kind, window, at)
+            known = adder.new.get(id)
+            make = self._copy_node if kind == FROM_HOST else self._gather_node
+            node = make(id, bucket, first, made) if known is None else known.node
+            numbers.append(adder.add(node, mb))
+            made = node.writes
         policy = self.policy[window.bucket]
         ahead = max(window.earliest, window.uses[0] - policy.prefetch * policy.overlap)
         behind = at[ahead] - 1
         if behind < 0:
-            adder.front.append(number)
+            adder.front.extend(numbers)
         else:
-            adder.after.setdefault(self.order[behind], []).append(number)
-            adder.edges.append((self.order[behind], number))
-        adder.edges.append((number, first))
-        self._hold("gathered", window, at, node.writes[0])
+            adder.after.setdefault(self.order[behind], []).extend(numbers)
+            adder.edges += [(self.order[behind], number) for number in numbers]
+        adder.edges += [*pairwise([*numbers, first])]
+        self._hold("gathered", window, at, made[0])
 
-    def _gather_node(self, id: str, window: CacheWindow, first: int) -> Node:
-        bucket, r = self._bucket(window)
+    def _copy_node(self, id: str, bucket: Bucket, first: int, reads: tuple[str, ...]) -> Node:
+        """Return the copy of a rank's parameters of a bucket from the memory of the host."""
+        numel = bucket.numel // self.adder.graph.mesh.degree(bucket.shard.params)
+        value = self.adder.value(f"{id}:copy", numel, bucket, "gathered")
+        op = Collective(FROM_HOST, self.adder.host_channel(FROM_HOST, self.role), bucket.id)
+        coords = self._coords(FROM_HOST, bucket.id, first)
+        return Node(id, op, coords, reads, (value,), self.role, FROM_HOST)
+
+    def _gather_node(self, id: str, bucket: Bucket, first: int, reads: tuple[str, ...]) -> Node:
+        channel = bucket.gather[bucket.roles.index(self.role)]
         value = self.adder.value(f"{id}:whole", bucket.numel, bucket, "gathered")
-        stream = self.adder.graph.channels[bucket.gather[r]].streams[0]
-        op = Collective("all_gather", bucket.gather[r], bucket.id)
-        return Node(
-            id, op, self._coords("allgather", bucket.id, first), (), (value,), self.role, stream
-        )
+        op = Collective("all_gather", channel, bucket.id)
+        coords = self._coords("allgather", bucket.id, first)
+        stream = self.adder.graph.channels[channel].streams[0]
+        return Node(id, op, coords, reads, (value,), self.role, stream)
 
     def _hold(self, category: Category, window: CacheWindow, at: list[int], value: str) -> None:
         for use in window.uses:

@@ -285,7 +285,7 @@ class Drafted:
             if op.kind == TO_HOST:
                 values.append(made.reads[0] + mbs)
                 copies.append(made.writes[0] + mbs)
-            else:
+            elif made.reads:  # a copy of parameters comes from a state
                 sources.append(made.reads[0] + mbs)
                 backs.append(self.draft.compute[np.searchsorted(self.draft.compute, instrs) - 1])
         value, copy, source, back = map(np.concatenate, (values, copies, sources, backs))

@@ -25,6 +25,7 @@ _CONDITIONAL = re.compile(r"\x01(\d+)\x01")
 _ENDS = {"if": "fi", "for": "done", "while": "done", "until": "done", "case": "esac", "{": "}"}
 _DECLARES = ("export", "local", "declare", "readonly", "typeset")
 _STARTS = ("then", "do", "else", "elif", "if", "while", "until", "{", "!", "time")
+_TORCHRUN = re.compile(r"--(nproc|nnodes|node|master|rdzv)")
 _PROGRAM = re.compile(r"\S+\.py")
 _MARKS = ("--num-layers", "--hidden-size", "--micro-batch-size", "--tensor-model-parallel-size")
 
@@ -64,7 +65,10 @@ class JobCommand:
 
 
 def launch(text: str, source: str) -> JobCommand:
-    """Return the one command of a script that starts a job; raise JobError if there is none, or more than one."""
+    """Return the one command of a script that starts a job, or the options that its variables hold for another script.
+
+    Raises JobError if there is neither, or more than one command.
+    """
     script = ShellScript(source)
     script.follow(Lexer(text, source).all())
     launches = [
@@ -73,9 +77,11 @@ def launch(text: str, source: str) -> JobCommand:
         if any(token.text.split("=")[0].replace("_", "-") in _MARKS for token in run.after)
     ]
     if not launches:
+        launches = [held] if (held := _held(script)) else []
+    if not launches:
         raise JobError(
-            f"{source}: no command with options such as {', '.join(_MARKS[:3])} behind a .py file; give the options as a "
-            "text, or a file with one option a line"
+            f"{source}: no command with options such as {', '.join(_MARKS[:3])} behind a .py file, and no variable that "
+            "holds such options; give the options as a text, or a file with one option a line"
         )
     if len(launches) > 1:
         lines = ", ".join(str(run.line) for run in launches)
@@ -287,7 +293,7 @@ class ShellScript:
                 f"{self.source}:{line}: the job starts under the condition in line {self.conditions[-1]}, which cannot be "
                 "told here; give the options as a text, or a script without that condition"
             )
-        tokens = [self._token(text, where) for text, where in fields]
+        tokens = [self.token(text, where) for text, where in fields]
         first = (
             program
             if program is not None
@@ -297,7 +303,8 @@ class ShellScript:
         after = tokens[first + 1 :] if program is not None else tokens[first:]
         self.launches.append(JobCommand(line, name, tokens[:first], after))
 
-    def _token(self, text: str, line: int) -> Token:
+    def token(self, text: str, line: int) -> Token:
+        """Return a word of the script without the marks in it."""
         condition, written = _CONDITIONAL.search(text), _LINE.search(text)
         text = _LINE.sub("", _CONDITIONAL.sub("", text))
         line = int(written[1]) if written else line
@@ -359,6 +366,46 @@ class ShellScript:
     def _unknown(self, line: int, shown: str) -> str:
         self.unknowns.append((line, shown))
         return f"\0{len(self.unknowns) - 1}\0"
+
+
+def _held(script: ShellScript) -> JobCommand | None:
+    """Return the options that variables hold, as a command without a program; None if they hold no job's options.
+
+    A part of a script is written so, which others read, and a command that a scheduler gets as a text. Raises JobError
+    if two variables give an option different values.
+    """
+    words, launcher = list[Token](), list[Token]()
+    given: dict[str, tuple[str, list[str]]] = {}
+    for name, value in script.variables.items():
+        texts = list(value) if isinstance(value, tuple) else value.split()
+        tokens = [script.token(text, 0) for text in texts]
+        first = next((k for k, t in enumerate(tokens) if t.text.startswith("--")), None)
+        program = first is not None and any(_PROGRAM.fullmatch(t.text) for t in tokens[:first])
+        if first is None or (first and not program):
+            continue
+        if _TORCHRUN.match(tokens[first].text):
+            launcher += tokens[first:]
+            continue
+        words += tokens[first:]
+        for option, values in _by_option(tokens[first:]).items():
+            other, before = given.setdefault(option, (name, values))
+            if before != values:
+                raise JobError(
+                    f"{script.source}: no command starts the job, and the variables {other} and {name} have {option} of "
+                    f"different values; give the options as a text"
+                )
+    return JobCommand(0, "", launcher, words) if any(w.text in _MARKS for w in words) else None
+
+
+def _by_option(tokens: Sequence[Token]) -> dict[str, list[str]]:
+    """Return the words behind each option; the last one counts."""
+    values: dict[str, list[str]] = {}
+    for token in tokens:
+        if token.text.startswith("--"):
+            option = values[token.text] = []
+        else:
+            option.append(token.text)
+    return values
 
 
 def _plain(part: WordPart) -> bool:

@@ -88,7 +88,10 @@ def bind_operand(part: Part, rank: RankState) -> Operand:
         case Recv():
             target = part.writes[0]
             return lambda: values[target]
-        case Collective() as op if op.bucket:
+        case Collective() as op if op.bucket and op.law.route == "host":
+            (flat, _), target = _state_ends(op, rank), part.writes[0]
+            return lambda: values[target].copy_(flat, non_blocking=True)
+        case Collective() as op if op.bucket and not part.reads:
             flat, _ = _state_ends(op, rank)
             return lambda: flat
         case Collective() as op if op.law.in_place:

@@ -19,12 +19,13 @@ class Store:
     """Hold a rank's states on its device, and `values`: id -> tensor, the only reference to each.
 
     The parameters of a bucket are views of one flat tensor (`flat_params`), their gradients (`grads`) of another
-    (`flat_grads`), zeroed. Every other parameter, and every buffer, is a tensor of its own. If ranks share a bucket, a
-    flat tensor may be this rank's shard alone; then `params` and `grads` lack its names. `own_params` and `own_grads`
-    are its shards. Its optimizer updates `own_masters`: `own_params` themselves, or copies in a wider dtype or in the
-    memory of the host, from which `copy_masters` writes `own_params`. `masters` are their views by name, if they are
-    whole. `exact` has frozen parameters in the job's dtype, on the host, if a rank that saves them holds them in a
-    narrower dtype. The store copies its arguments; `host` lends it memory of the host.
+    (`flat_grads`), zeroed. Every other parameter, and every buffer, is a tensor of its own. If ranks share a bucket,
+    a flat tensor may be this rank's shard alone; then `params` and `grads` lack its names. `own_params` and
+    `own_grads` are its shards. Its optimizer updates `own_masters`: `own_params` themselves, or copies in a wider
+    dtype or in the memory of the host (where shards of parameters may be, too), from which `copy_masters` writes
+    `own_params`. `masters` are their views by name, if they are whole. `exact` has frozen parameters in the job's
+    dtype, on the host, if a rank that saves them holds them in a narrower dtype. The store copies its arguments;
+    `host` lends it memory of the host.
     """
 
     def __init__(
@@ -87,7 +88,10 @@ class Store:
         master = self._initial_part(
             bucket, size, size * self._mesh.index_along(shard.optim, self._rank)
         )
-        own = flat = master.to(self.device, compute, copy=bucket.host)
+        place = CPU if bucket.away else self.device
+        own = flat = master.to(place, compute, copy=bucket.mastered)
+        if bucket.away and self.device.type == "cuda":  # so that copies run beside compute
+            own = flat = own.pin_memory()
         if shard.optim and not shard.params:  # the others' parts are gathered when the step begins
             flat = torch.zeros(bucket.numel, dtype=compute, device=self.device)
             own = self.part(flat, shard.optim).copy_(master)
@@ -101,7 +105,7 @@ class Store:
         self.flat_params[bucket.id], self.flat_grads[bucket.id] = flat, grads
         self.own_params[bucket.id] = own
         self.own_grads[bucket.id] = grads if shard.grads else self.part(grads, shard.optim)
-        if not shard.params:
+        if not bucket.lent:
             self.params |= bucket_views(bucket, flat, shapes)
         if not shard.grads:
             self.grads |= bucket_views(bucket, grads, shapes)
@@ -110,7 +114,8 @@ class Store:
         """Write this rank's shard of the parameters of buckets from its masters, if these are other tensors."""
         for id in buckets:
             own, master = self.own_params[id], self.own_masters[id]
-            if self._bucket[id].host and own.dtype != master.dtype:
+            bucket = self._bucket[id]
+            if bucket.host and not bucket.away and own.dtype != master.dtype:
                 # Cast here: to copy and cast at once takes memory of the device.
                 own.copy_(self.host.take(tuple(master.shape), own.dtype).copy_(master))
             elif own is not master:
@@ -150,7 +155,7 @@ class Store:
         own = [t for n, t in self.params.items() if n not in bucketed]
         masters = [self.own_masters[b.id] for b in self.buckets if b.mastered and not b.host]
         return [
-            *self.flat_params.values(),
+            *[self.flat_params[b.id] for b in self.buckets if not b.away],
             *masters,
             *self.flat_grads.values(),
             *own,
@@ -158,8 +163,9 @@ class Store:
         ]
 
     def host_tensors(self) -> list[torch.Tensor]:
-        """Return the masters in the memory of the host."""
-        return [self.own_masters[b.id] for b in self.buckets if b.host]
+        """Return the masters and parameters in the memory of the host."""
+        masters = [self.own_masters[b.id] for b in self.buckets if b.host and b.mastered]
+        return masters + [self.own_params[b.id] for b in self.buckets if b.away]
 
 
 def bucket_views(

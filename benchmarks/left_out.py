@@ -1,0 +1,61 @@
+"""Score predictions of published runs by software that nobody has fitted: leave one stack out.
+
+python benchmarks/left_out.py published_runs.csv [ROWS]
+
+Each run keeps the facts of its stack (kernels, attention, messages), and takes the constants that were fitted to it from
+the other stacks of its device, as their mean; where there is no other stack, from the priors. It prints the table of
+`piper accuracy` with its own constants and with these. ROWS is a pattern of cases.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+from piper.published.convert import cluster_of
+from piper.published.scoring import HEADLINE, Scores, by_model, predict, scores
+from piper.published.table import PublishedRow, read_rows
+from piper_simulator.cluster.stacks import SOFTWARE, Stack, stacks_of
+
+
+def without_own(stack: Stack, device: str) -> Stack:
+    """Return a stack whose fitted constants come from the other stacks of a device, or from the priors."""
+    others = [SOFTWARE[name] for name in stacks_of(device) if name != stack.name]
+    constants = {}
+    for name, constant in stack.constants.items():
+        values = [s.constants[name].value for s in others if name in s.constants]
+        value = fmean(values) if values else constant.prior
+        constants[name] = replace(constant, value=value) if constant.fitted else constant
+    return replace(stack, constants=constants)
+
+
+def scored(rows: Sequence[PublishedRow], *, left_out: bool) -> Scores:
+    """Return the scores of predictions, under the stack of each row or without its own constants."""
+    predictions = []
+    for row in rows:
+        device = cluster_of(row).device
+        stack = device.stack
+        own = without_own(stack, device.name) if left_out and stack is not None else None
+        predictions.append(predict(row, stack=own, memory=False))
+    return scores(predictions)
+
+
+def main(table: str, pattern: str = "*") -> None:
+    """Print the scores of a table by source, with the constants of its stacks and without."""
+    runs = [r for r in read_rows(Path(table), pattern) if r.block == HEADLINE]
+    rows = [runs[at] for at in by_model(runs)]
+    own, other = (scored(rows, left_out=left_out) for left_out in (False, True))
+    for a, b in zip(own.sources, other.sources, strict=True):
+        if a.mean is not None and b.mean is not None and b.signed is not None:
+            print(f"{a.name:70.70} {a.n:4} rows {a.mean:7.1%} {b.mean:7.1%} ({b.signed:+.1%})")
+    if own.macro is not None and other.macro is not None:
+        print(f"{'macro mean':70} {own.macro:17.1%} {other.macro:7.1%}")
+    print(f"{time.process_time():.0f} CPU s")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
