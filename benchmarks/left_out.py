@@ -19,7 +19,7 @@ from statistics import fmean
 from piper.published.convert import cluster_of
 from piper.published.scoring import HEADLINE, Scores, by_model, predict, scores
 from piper.published.table import PublishedRow, read_rows
-from piper_simulator.cluster.stacks import SOFTWARE, Stack, stacks_of
+from piper_simulator import SOFTWARE, Stack, stacks_of
 
 
 def without_own(stack: Stack, device: str) -> Stack:

@@ -293,5 +293,202 @@ PUBLIC: dict[str, tuple[dict[str, Any], str]] = {
         },
         "176.247",
     ),
+    # moonshotai/Kimi-K2-Instruct: arXiv 2507.20534, table 2; 1,026B by its tensors
+    "kimi-k2": (
+        {
+            "model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7_168,
+            "intermediate_size": 18_432, "moe_intermediate_size": 2_048, "num_hidden_layers": 61,
+            "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 1_536, "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 384,
+            "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.827, "first_k_dense_replace": 1,
+            "moe_layer_freq": 1, "num_nextn_predict_layers": 0, "vocab_size": 163_840, "max_position_embeddings": 131_072,
+            "rope_theta": 50_000.0, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False,
+            "aux_loss_alpha": 0.001, "seq_aux": True, "ep_size": 1, "pretraining_tp": 1, "attention_bias": False,
+        },
+        "1026",
+    ),
+    # zai-org/GLM-4.5-Air: arXiv 2508.06471, table 1; 110.5B by its tensors, of which 1.24B are second copies of embedding
+    # and head, beside the block that predicts further tokens
+    "glm-4.5-air": (
+        {
+            "model_type": "glm4_moe", "hidden_size": 4_096, "intermediate_size": 10_944, "moe_intermediate_size": 1_408,
+            "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
+            "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1,
+            "norm_topk_prob": True, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1, "use_qk_norm": False,
+            "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "attention_bias": True, "vocab_size": 151_552,
+            "max_position_embeddings": 131_072, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+            "tie_word_embeddings": False,
+        },
+        "109",
+    ),
+    # rednote-hilab/dots.llm1.inst: arXiv 2506.05767; 143B by its tensors
+    "dots1": (
+        {
+            "model_type": "dots1", "hidden_size": 4_096, "intermediate_size": 10_944, "moe_intermediate_size": 1_408,
+            "num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128,
+            "n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1,
+            "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 1, "vocab_size": 152_064, "max_position_embeddings": 32_768, "rope_theta": 1e7,
+            "rms_norm_eps": 1e-5, "sliding_window": None, "tie_word_embeddings": False,
+        },
+        "143",
+    ),
+    # MiniMaxAI/MiniMax-M2: model card, 230B; 229B by its tensors
+    "minimax-m2": (
+        {
+            "model_type": "minimax_m2", "hidden_size": 3_072, "intermediate_size": 1_536, "num_hidden_layers": 62,
+            "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 256,
+            "num_experts_per_tok": 8, "rotary_dim": 64, "rope_theta": 5e6, "use_qk_norm": True, "scoring_func": "sigmoid",
+            "vocab_size": 200_064, "max_position_embeddings": 196_608, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+            "tie_word_embeddings": False,
+        },
+        "229",
+    ),
+    # ibm-granite/granite-3.0-3b-a800m-base: model card, 3.3B
+    "granite-3.0-3b-a800m": (
+        {
+            "model_type": "granitemoe", "hidden_size": 1_536, "intermediate_size": 512, "num_hidden_layers": 32,
+            "num_attention_heads": 24, "num_key_value_heads": 8, "num_local_experts": 40, "num_experts_per_tok": 8,
+            "vocab_size": 49_155, "max_position_embeddings": 4_096, "rope_theta": 10_000.0, "rms_norm_eps": 1e-6,
+            "embedding_multiplier": 12.0, "logits_scaling": 6.0, "residual_multiplier": 0.22, "tie_word_embeddings": True,
+        },
+        "3.3",
+    ),
+    # microsoft/Phi-3.5-MoE-instruct: arXiv 2404.14219; 41.9B by its tensors
+    "phi-3.5-moe": (
+        {
+            "model_type": "phimoe", "hidden_size": 4_096, "intermediate_size": 6_400, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 16, "num_experts_per_tok": 2,
+            "attention_bias": True, "lm_head_bias": True, "vocab_size": 32_064, "max_position_embeddings": 131_072,
+            "rope_theta": 10_000.0, "rms_norm_eps": 1e-5, "router_jitter_noise": 0.01, "input_jitter_noise": 0.01,
+            "tie_word_embeddings": False,
+        },
+        "41.9",
+    ),
+    # baidu/ERNIE-4.5-21B-A3B-PT: model card, 21B; 22B by its tensors
+    "ernie-4.5-21b-a3b": (
+        {
+            "model_type": "ernie4_5_moe", "hidden_size": 2_560, "intermediate_size": 12_288, "moe_intermediate_size": 1_536,
+            "num_hidden_layers": 28, "num_attention_heads": 20, "num_key_value_heads": 4, "moe_num_experts": 64, "moe_k": 6,
+            "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": 27, "moe_layer_interval": 1,
+            "vocab_size": 103_424, "max_position_embeddings": 131_072, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5,
+            "use_bias": False, "tie_word_embeddings": True,
+        },
+        "22",
+    ),
+    # databricks/dbrx-base: model card, 132B
+    "dbrx": (
+        {
+            "model_type": "dbrx", "d_model": 6_144, "n_heads": 48, "n_layers": 40, "max_seq_len": 32_768,
+            "vocab_size": 100_352, "attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "rope_theta": 500_000},
+            "ffn_config": {"ffn_hidden_size": 10_752, "moe_num_experts": 16, "moe_top_k": 4, "moe_loss_weight": 0.05},
+            "tie_word_embeddings": False, "resid_pdrop": 0.0, "emb_pdrop": 0.0,
+        },
+        "132",
+    ),
+    # bigcode/starcoderbase: arXiv 2305.06161, 15.5B
+    "starcoderbase": (
+        {
+            "model_type": "gpt_bigcode", "n_embd": 6_144, "n_layer": 40, "n_head": 48, "n_inner": 24_576,
+            "n_positions": 8_192, "vocab_size": 49_152, "multi_query": True, "activation_function": "gelu",
+            "layer_norm_epsilon": 1e-5,
+        },
+        "15.5",
+    ),
+    # allenai/Olmo-3-1025-7B: model card, 7.3B
+    "olmo3-7b": (
+        {
+            "model_type": "olmo3", "hidden_size": 4_096, "intermediate_size": 11_008, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 100_278, "max_position_embeddings": 65_536,
+            "sliding_window": 4_096, "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
+            "rope_theta": 500_000.0, "rms_norm_eps": 1e-6, "attention_bias": False, "tie_word_embeddings": False,
+        },
+        "7.3",
+    ),
+    # LGAI-EXAONE/EXAONE-4.0-32B: model card, 30.95B without embeddings; 32.0B by its tensors
+    "exaone-4.0-32b": (
+        {
+            "model_type": "exaone4", "hidden_size": 5_120, "intermediate_size": 27_392, "num_hidden_layers": 64,
+            "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 102_400,
+            "max_position_embeddings": 131_072, "sliding_window": 4_096, "sliding_window_pattern": 4, "rope_theta": 1e6,
+            "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+        },
+        "32.0",
+    ),
+    # HuggingFaceTB/SmolLM3-3B: model card; 3.08B by its tensors
+    "smollm3-3b": (
+        {
+            "model_type": "smollm3", "hidden_size": 2_048, "intermediate_size": 11_008, "num_hidden_layers": 36,
+            "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 128_256, "max_position_embeddings": 65_536,
+            "no_rope_layer_interval": 4, "rope_theta": 5e6, "rms_norm_eps": 1e-6, "use_sliding_window": False,
+            "tie_word_embeddings": True,
+        },
+        "3.08",
+    ),
+    # ByteDance-Seed/Seed-OSS-36B-Base: model card, 36B
+    "seed-oss-36b": (
+        {
+            "model_type": "seed_oss", "hidden_size": 5_120, "intermediate_size": 27_648, "num_hidden_layers": 64,
+            "num_attention_heads": 80, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 155_136,
+            "max_position_embeddings": 524_288, "rope_theta": 1e7, "rms_norm_eps": 1e-6, "attention_bias": True,
+            "attention_out_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
+        },
+        "36",
+    ),
+    # baidu/ERNIE-4.5-0.3B-PT: model card, 0.36B
+    "ernie-4.5-0.3b": (
+        {
+            "model_type": "ernie4_5", "hidden_size": 1_024, "intermediate_size": 3_072, "num_hidden_layers": 18,
+            "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 103_424,
+            "max_position_embeddings": 131_072, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5, "use_bias": False,
+            "tie_word_embeddings": True,
+        },
+        "0.36",
+    ),
+    # arcee-ai/AFM-4.5B: 4.62B by its tensors
+    "afm-4.5b": (
+        {
+            "model_type": "arcee", "hidden_size": 2_560, "intermediate_size": 18_432, "num_hidden_layers": 36,
+            "num_attention_heads": 20, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 128_004,
+            "max_position_embeddings": 65_536, "rope_theta": 10_000.0, "rms_norm_eps": 1e-5, "hidden_act": "relu2",
+            "tie_word_embeddings": False,
+        },
+        "4.62",
+    ),
+    # THUDM/glm-4-9b-chat-hf and zai-org/GLM-4-9B-0414: 9.40B by their tensors
+    **{
+        name: (
+            {
+                "model_type": kind, "hidden_size": 4_096, "intermediate_size": 13_696, "num_hidden_layers": 40,
+                "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 151_552,
+                "max_position_embeddings": 32_768, "partial_rotary_factor": 0.5, "rope_theta": 10_000.0,
+                "rms_norm_eps": 1e-5, "attention_bias": True, "tie_word_embeddings": False,
+            },
+            "9.40",
+        )
+        for name, kind in (("glm-4-9b", "glm"), ("glm-4-9b-0414", "glm4"))
+    },
+    # internlm/internlm2-7b: 7.74B by its tensors
+    "internlm2-7b": (
+        {
+            "model_type": "internlm2", "hidden_size": 4_096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 92_544, "max_position_embeddings": 32_768,
+            "bias": False, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+            "rope_scaling": {"type": "dynamic", "factor": 2.0}, "attn_implementation": "eager",
+        },
+        "7.74",
+    ),
+    # CohereLabs/c4ai-command-r7b-12-2024: model card, 8.03B by its tensors
+    "command-r7b": (
+        {
+            "model_type": "cohere2", "hidden_size": 4_096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 256_000,
+            "max_position_embeddings": 132_096, "sliding_window": 4_096, "sliding_window_pattern": 4,
+            "rope_theta": 50_000.0, "layer_norm_eps": 1e-5, "logit_scale": 0.25, "use_parallel_block": True,
+            "position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "tie_word_embeddings": True,
+        },
+        "8.03",
+    ),
 }  # fmt: skip
 """The fields of each file by name, and its parameters in 10^9, in as many digits as are published."""

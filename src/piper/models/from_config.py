@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from piper.models.config_rows import ACTIVATION_FIELDS, ACTIVATIONS, OTHERS, ROWS, ConfigRow, Unsaid
+from piper.models.config_parts import ACTIVATION_FIELDS, ACTIVATIONS, ConfigRow, Unsaid
+from piper.models.config_rows import OTHERS, ROWS
 from piper.models.decoder import DecoderConfig
 from piper.models.decoder_config import Experts, Latent
 from piper_ir.ground.errors import JobError
