@@ -28,6 +28,7 @@ from piper_autotune import Study, tune
 from piper_autotune.scoring.evaluators import Here, Outcome
 from piper_autotune.scoring.scoring import Refused, Scored
 from piper_compiler import Strategy, directives
+from piper_ir.tools import no_garbage_collection
 
 TRIALS, SEEDS = 60, 20
 """The trials of a search in a large space, and how many searches judge a finite one."""
@@ -82,8 +83,9 @@ def judged(name: str, case: Case, of: Planned, study: Study) -> Iterator[Row]:
 
 
 def _searched(case: Case, trials: int) -> tuple[Planned, Study]:
-    of = planned(case)
-    return of, tune(of.problem, of.space, trials=trials, workers=0, rescore=False, **of.more)
+    with no_garbage_collection():  # as `piper plan` searches
+        of = planned(case)
+        return of, tune(of.problem, of.space, trials=trials, workers=0, rescore=False, **of.more)
 
 
 def _best_text(study: Study) -> str:

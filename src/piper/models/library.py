@@ -6,7 +6,8 @@ It needs transformers, and serves the types that no DecoderConfig describes. The
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,10 @@ def library_job(file: str | Path, *, global_batch: int, length: int) -> Job:
     Raises:
         JobError: transformers has no causal language model of that type.
     """
-    with torch.device("meta"):
-        vocab = library_model(str(file)).get_input_embeddings().num_embeddings
+    vocab = getattr(_config_of(str(file)), "vocab_size", None)
+    if vocab is None:  # of a type that holds another config with it
+        with torch.device("meta"):
+            vocab = library_model(str(file)).get_input_embeddings().num_embeddings
     return Job(
         _build(str(file)),
         _batch(vocab, length),
@@ -71,16 +74,28 @@ def library_length(file: str | Path) -> int:
 
 def library_model(file: str) -> Any:
     """Return the module, on the device that is current; raise JobError if transformers cannot make it."""
-    library: Any = importlib.import_module(LIBRARY)
-    fields: Mapping[str, Any] = read_fields(Path(file))
+    fields = read_fields(Path(file))
     # the grouped kernels of experts number the rows of the batch, which no plan can cut
     loops = {"experts_implementation": "eager"} if any("experts" in f for f in fields) else {}
-    try:
-        config = library.AutoConfig.for_model(**{**fields, "use_cache": False})
+    with _of_library(file) as library:
+        config = _config_of(file)
         return library.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **loops)
+
+
+def _config_of(file: str) -> Any:
+    """Return the config of transformers that a config.json describes; raise JobError for a type without one."""
+    with _of_library(file) as library:
+        return library.AutoConfig.for_model(**{**read_fields(Path(file)), "use_cache": False})
+
+
+@contextmanager
+def _of_library(file: str) -> Iterator[Any]:
+    """Give transformers, and raise its errors as a JobError."""
+    try:
+        yield importlib.import_module(LIBRARY)
     except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
         raise JobError(
-            f"{file}: transformers makes no causal language model of it ({str(error).partition('. ')[0]})"
+            f"{file}: transformers makes no causal language model of it ({' '.join(str(error).split()).partition('. ')[0]})"
         ) from error
 
 

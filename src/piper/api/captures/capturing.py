@@ -86,7 +86,7 @@ def rewritten(
         with_tiles,
     )
 
-    with working("cutting the model at its layers"):
+    with working("cutting the model at its layers"), no_garbage_collection():
         captured = with_layers(traced, request.layers)
     write_first(traced)
     with no_garbage_collection():
@@ -261,7 +261,8 @@ def _capture(job: Job, evaluating: bool = False) -> Traced:
     from piper_runtime.rank import call_batch, of_outputs
 
     batch, dtypes = partial(call_batch, job.batch, 0), job.precision
-    with working("capturing the model in eval mode" if evaluating else "capturing the model"):
+    said = "capturing the model in eval mode" if evaluating else "capturing the model"
+    with working(said), no_garbage_collection():
         return trace(
             job.model,
             batch,

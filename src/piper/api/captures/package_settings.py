@@ -30,6 +30,8 @@ _RANDOM = re.compile(
 )
 """The texts that are others in each process: names that a package draws, such as that of a session, and addresses."""
 
+_WORD = re.compile(r"\w+")
+
 PackageSettings = dict[str, dict[str, str]]
 """The type of settings: module -> variable, "Class.attribute", or "" for all that the user has put there -> digest."""
 
@@ -41,7 +43,7 @@ def settings(names: Iterable[str] | None = None) -> PackageSettings | None:
     """
     settings_by_module: PackageSettings = {}
     seen: set[int] = set()
-    said = _texts_of_the_user()
+    said = _words_of_the_user()
     try:
         for name in sorted(_reached()) if names is None else sorted(names):
             settings_by_module[name] = {
@@ -86,8 +88,8 @@ def digest_of(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _texts(module: str, said: str) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of a module's variables, and of its classes' attributes; `said` is the user's source."""
+def _texts(module: str, said: Set[str]) -> Iterator[tuple[str, str]]:
+    """Yield (name, text) of a module's variables, and of its classes' attributes; `said` are the user's words."""
     for key, value in list(vars(sys.modules[module]).items()):
         if key.startswith("__"):
             continue
@@ -102,7 +104,7 @@ def _texts(module: str, said: str) -> Iterator[tuple[str, str]]:
                     yield f"{key}.{name}", text
 
 
-def _order(name: str, said: str) -> Set[type]:
+def _order(name: str, said: Set[str]) -> Set[type]:
     """Return the types whose order counts in a setting of this name.
 
     Packages make private lists, and dicts, from sets of texts, which have another order in each process. So the order
@@ -159,16 +161,15 @@ def _bytes(value: object) -> str | None:
     return None
 
 
-def _texts_of_the_user() -> str:
-    """Return the source of all modules of the user's."""
+def _words_of_the_user() -> set[str]:
+    """Return the names in the source of all modules of the user's, also the names inside of texts."""
     files = {
         str(getattr(m, "__file__", ""))
         for name, m in list(sys.modules.items())
         if home_of(name) == "user"
     }
-    return "".join(
-        line for file in sorted(files) if file.endswith(".py") for line in linecache.getlines(file)
-    )
+    lines = (line for file in files if file.endswith(".py") for line in linecache.getlines(file))
+    return {word for line in lines for word in _WORD.findall(line)}
 
 
 def _reached() -> set[str]:

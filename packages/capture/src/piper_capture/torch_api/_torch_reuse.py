@@ -279,7 +279,8 @@ class _Values:
         }
 
     def __call__(self, source: Any) -> Any:
-        return _value(self._tx, source, self._found)
+        value = self._found.get(source, self)
+        return _value(self._tx, source, self._found) if value is self else value
 
     def include(self, objects: Iterable[Any], uncounted: Iterable[Any] = ()) -> bool:
         """Return whether the trace reads one of the objects.
@@ -482,7 +483,5 @@ def _facts(value: Any) -> Any:
 def _module(module: nn.Module) -> tuple[Any, ...]:
     """Return a module's class, the names of its attributes and submodules, and its hooks, which no guard checks."""
     own = vars(module)
-    hooks = {
-        name: [id(hook) for hook in value.values()] for name, value in own.items() if name in HOOKS
-    }
+    hooks = {name: [id(hook) for hook in own[name].values()] for name in HOOKS if own.get(name)}
     return type(module), tuple(own), tuple(module._modules), hooks
