@@ -224,7 +224,7 @@ def test_both_sides_of_a_comparison_cut_the_model_alike(kind: str) -> None:
 
 def test_every_kind_of_comparison_has_torchs_side() -> None:
     kinds = {*step_sides.PIPELINES, step_sides.DATA_PARALLEL, *step_time.SHARDED, *step_time.TENSOR}
-    assert {*kinds, step_time.EXPERTS} == set(step_worker.SIDES)
+    assert {*kinds, step_time.EXPERTS, step_sides.PLAIN} == set(step_worker.SIDES)
 
 
 @pytest.mark.long
