@@ -4,7 +4,8 @@
 
 Each job has a process and an empty cache of its own. Loading runs the FILE.py, which is what `piper import` writes; the
 imports of libraries do not count. MEASURED has the figures of the jobs' authors, in seconds per step and tokens per second
-and GPU, with GiB that were allocated or (r) reserved, from the files that the jobs name.
+and GPU, with GiB that were allocated or (r) reserved, from the files that the jobs name. Megatron-LM writes the memory of
+its last rank (training/global_vars.py: the rank world_size - 1 logs), so that rank's peak stands beside the fullest's.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ def measured(name: str) -> dict[str, object]:
         "step": simulation.period_s,
         "rate": tokens / simulation.period_s / compiled.plan.mesh.world,
         "peak": max(simulation.peak_bytes) / 2**30,
+        "last": simulation.peak_bytes[-1] / 2**30,
         "device": max(simulation.device_bytes) / 2**30,
         "fits": simulation.fits,
     }
@@ -85,7 +87,8 @@ def main(names: list[str]) -> int:
         rate = f"{row['rate']:,.0f}" if row["rate"] else "-"
         link = f"[{name}](../examples/published/{name}.py)"
         much = f", {row['device']:.1f} of the device: does not fit"
-        peak = f"{row['peak']:.1f}{'' if row['fits'] else much}"
+        last = f" (last rank {row['last']:.1f})" if row["last"] < row["peak"] else ""
+        peak = f"{row['peak']:.1f}{last}{'' if row['fits'] else much}"
         print(
             f"| {link} | `{row['cluster']}` | {seconds} | {row['step']:.3f} s | {rate} | {peak} | "
             f"{MEASURED.get(name, '-')} |",
