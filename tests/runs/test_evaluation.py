@@ -52,6 +52,10 @@ STRATEGIES: dict[str, tuple[piper.Mesh, tuple[Any, ...]]] = {
         piper.Mesh(pp=2, dp=2),
         (*recipes.one_f_one_b(pp=2, microbatches=2), *recipes.data_parallel(zero=3)),
     ),
+    "states on the host": (
+        piper.Mesh(dp=2),
+        (*recipes.data_parallel(zero=3), piper.offload(piper.where(), tensors="states")),
+    ),
     "tensor parallel": (piper.Mesh(pp=2, tp=2), (TP, *recipes.one_f_one_b(pp=2, microbatches=2))),
     "recomputation": (
         piper.Mesh(pp=2),
