@@ -96,7 +96,7 @@ def test_a_result_that_is_no_storage_of_its_own_is_seen() -> None:
 
 
 def test_compiled_kernels_are_found_on_disk() -> None:
-    """What a process has compiled before, or another one has, is read and not made again."""
+    """Code that this process or another one has compiled is read, and not made again."""
     specs, found = (((4, 8), "float64"), ((4, 8), "float64")), counters["inductor"]
     for _ in range(2):
         before = Counter(found)

@@ -69,7 +69,7 @@ class Offload:
         tensors: "saved" by the forward of a chunk for its backward; "inputs": activations that chunks hand on and the
             backward reads again, as the inputs of a recomputed layer; "all" of these. "optim": the states of the
             optimizer and the parameters that it updates, which never leave the host. "states": these, and the
-            shards of the parameters that forward and backward read.
+            parameters that forward and backward read, or this rank's shards of them.
         least_mb: MiB that a tensor has at least; smaller ones stay on the device.
         modules: patterns of the names of the modules whose tensors move; () for all.
         site: where the user wrote it.

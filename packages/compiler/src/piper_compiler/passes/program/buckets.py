@@ -104,8 +104,8 @@ def make_buckets(edit: Editor, training: Training) -> None:
 def _moves(edit: Editor, param: Param, chosen: Replication, policy: Replication) -> bool:
     """Return whether a parameter of chunks whose states are on the host is there itself.
 
-    One of at most `whole_bytes` stays on the device, where updated parts are gathered. Raises CompileError if that is
-    true of all parameters.
+    One of at most `whole_bytes` stays on the device, where updated parts are gathered. Raises CompileError where ranks
+    share the states of the optimizer and no parameters (zero=1 or 2).
     """
     if not policy.shard.optim or policy.shard.params:
         return True
