@@ -145,8 +145,10 @@ class _Builder:
         count, own = self._piece_count(node), tokens.number // int(node.args[2])  # type: ignore[arg-type]  # a number
         if own % count:
             fits = max(k for k in range(1, count) if own % k == 0)
+            place = node.meta[WHOLE][0]
+            blocks = " of a block" * (place.dim == TOKENS and place.outer > 1)
             raise DirectiveError(
-                f"pieces={count}: a device has {own} tokens along {node.args[1]}, which are not {count} equal "
+                f"pieces={count}: a device has {own} tokens{blocks} along {node.args[1]}, which are not {count} equal "
                 f"pieces; {fits} would be accepted"
             )
 

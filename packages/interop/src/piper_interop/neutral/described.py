@@ -197,8 +197,11 @@ class DeviceLayout:
     order: tuple[str, ...] = ()
 
     def in_pieces(self, most: int, length: int) -> DeviceLayout:
-        """Return the layout with products in up to `most` pieces, as far as they divide the tokens of a device."""
-        own = length // (self.tp * self.cp) if self.sequence else 1
+        """Return the layout with products in up to `most` pieces, as far as they divide the tokens of a device.
+
+        Along cp a device has two blocks of a row, each in these pieces.
+        """
+        own = length // (self.tp * (2 * self.cp if self.cp > 1 else 1)) if self.sequence else 1
         return replace(self, pieces=next(k for k in range(most, 0, -1) if own % k == 0))
 
     @property
