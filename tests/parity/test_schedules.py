@@ -8,11 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import piper
+from piper import order, where
 from piper_compiler import recipes
 from piper_ir.program.ops import Compute
-from tests.helpers import compositions
+from tests.helpers import compositions, parity
 from tests.helpers.compositions import Composition
 from tests.helpers.judged import judge
+from tests.helpers.memory_judge import lies
 
 CHUNKED = {name for name, r in recipes.RECIPES.items() if "chunks" in r.make.__annotations__}
 TWO_PER_DEVICE = {"dualpipe", "dualpipe_v", "zbv"}
@@ -33,6 +36,18 @@ def case(name: str, pp: int, microbatches: int = 0, chunks: int = 2) -> Composit
 @pytest.mark.parametrize("name", sorted(TWO_PER_DEVICE))
 def test_a_steady_state_that_begins_late(name: str) -> None:
     judge(case(name, 4))
+
+
+def test_sends_in_an_order_of_their_own() -> None:
+    """Values of microbatch 2 go first, and the next stage begins with those of microbatch 0 all the same."""
+    c = Composition("gpt", 2, 1, 3)
+    compositions.captured(c.model)
+    sends = [where(op="send", phase="F", mb=mb) for mb in (2, 0, 1)]
+    directives = (*recipes.pipeline(pp=2, microbatches=3), order(*sends))
+    made = piper.compile(compositions.job_of(c), piper.Strategy(piper.Mesh(pp=2), directives))
+    found = piper.execute(made, steps=parity.STEPS, launcher="inline", gradients=True)
+    assert not lies(made.plan, found.memory)
+    parity.assert_parity(found, compositions.expected(c))
 
 
 @pytest.mark.long

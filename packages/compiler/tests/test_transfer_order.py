@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+
+import pytest
 
 from packages.compiler.tests.canonical import makespan
 from packages.compiler.tests.compile_cases import random_case
@@ -13,11 +16,13 @@ from piper_compiler import (
     Strategy,
     compile_program,
     order,
+    overlap,
     place,
     recipes,
     split,
     synthetic,
 )
+from piper_ir.ground.errors import PiperError
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.select import where
 from piper_ir.plan.plan import COMPUTE
@@ -25,6 +30,8 @@ from piper_ir.program.ops import Recv, Send
 from piper_ir.program.program import (
     Program,
 )
+from piper_ir.verify import check
+from tests.helpers.cases import each_case
 
 
 def test_empty_receives_are_posted_at_once_and_others_shortly_before_use() -> None:
@@ -115,6 +122,65 @@ def test_the_default_order_keeps_both_chunks_of_a_v_busy() -> None:
     busy = m * 2 * 3
     assert makespan(plan) < 1.5 * busy
     assert max(r.peak_bytes for r in plan.roles) <= 2 * p
+
+
+def test_an_order_may_name_sends() -> None:
+    """The sends of microbatches 2, 0, 1 of three, whose receives follow; and a send that is done before a forward."""
+    program = synthetic(stages=2, F=1, I=1, W=1)
+    sends = [where(op="send", stage=0, phase="F", mb=mb) for mb in (2, 0, 1)]
+    first = recipes.pipeline(pp=2, microbatches=3)
+    plan = planned(program, *first, order(*sends), pp=2)
+    assert check(plan) == []
+    for role, kind in zip(plan.roles, (Send, Recv), strict=True):
+        parts = [i.parts[0] for i in role.program if isinstance(i.parts[0].op, kind)]
+        assert [p.mb for p in parts] == [2, 0, 1]
+    before = where(stage=0, phase="F", mb=1)
+    waits = planned(program, *first, order(sends[1], before), pp=2).roles[0].program
+    send, forward = (
+        next(k for k, i in enumerate(waits) if i.parts[-1].mb == mb and i.comm is comm)
+        for mb, comm in ((0, True), (1, False))
+    )
+    assert send < forward and any(stream != COMPUTE for stream, _ in waits[forward].waits)
+
+
+@each_case(
+    ("asked", "error"),
+    [
+        (
+            lambda: order(where(op="recv", mb=1), where(op="recv", mb=0)),
+            r"recv\.stage0.*: an order names sends alone.* write op=\"send\" \[order condition 6\]",
+        ),
+        (
+            lambda: order(where(mb=1), overlap(where(op="send", mb=0), where(stage=0, mb=0))),
+            r"send\.stage0.*: an overlap is of compute.* \[order condition 6\]",
+        ),
+        (
+            lambda: order(where(op="send", stage=0, mb=1), where(stage=0, phase="F", mb=1)),
+            r"cyclic[^$]*stage0.F@1 on pp0 waits for send.stage0:out0@1#pp1 on pp0: ordered by",
+        ),
+        (
+            lambda: (
+                order(where(op="send", stage=0, mb=1), where(op="send", stage=0, mb=0)),
+                order(where(stage=1, phase="F", mb=0), where(op="send", stage=1, mb=0)),
+                order(where(op="send", stage=1, mb=0), where(stage=1, phase="F", mb=1)),
+                order(where(stage=0, phase="B", mb=0), where(op="send", stage=0, mb=1)),
+            ),
+            r"cyclic[^$]*ordered by order\(where\(mb=",
+        ),
+        (
+            lambda: order(where(op="all_reduce"), where(mb=0)),
+            r"where\(op='all_reduce'\)",
+        ),
+    ],
+)
+def test_orders_of_communication_that_cannot_be_kept_are_refused(
+    asked: Callable[[], object], error: str
+) -> None:
+    first = recipes.pipeline(pp=2, microbatches=2)
+    asks = asked()
+    more = asks if isinstance(asks, tuple) else (asks,)
+    with pytest.raises(PiperError, match=error):
+        planned(synthetic(stages=2, F=1, I=1, W=1), *first, *more, pp=2)
 
 
 def test_an_order_elsewhere_may_ask_for_more_in_flight_than_the_default_allows() -> None:

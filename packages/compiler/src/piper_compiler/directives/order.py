@@ -8,14 +8,19 @@
 comes before both, and the whole item after it comes after both. The compiler chooses the order among them
 (`passes.order.overlap`).
 
+A send that an order names comes after the nodes of earlier selections, and ends before the nodes of later ones begin.
+Sends of one device may so be put into another order than that of the compute that makes their values.
+
 Legality
 
-1. There are at least two selections, and each matches compute nodes. (With missing="skip" a selection of a backward
-   phase is left out if its region has no such phase.)
+1. There are at least two selections, and each matches compute nodes, or sends. (With missing="skip" a selection of a
+   backward phase is left out if its region has no such phase.)
 2. No node is in two selections.
 3. If anything is placed, the selected nodes are: an order is per device.
 4. On at least one device two of the selections occur: otherwise the directive would have no effect.
 5. An overlap has at least two selections, and stands inside of an order.
+6. Of communication an order names sends alone (op="send"), outside of overlaps. A receive stands where its send does;
+   reductions and gathers follow their buckets.
 
 That all orders together are acyclic is checked once, when the strategy is complete; the error names the directives on
 the cycle.
@@ -42,6 +47,7 @@ from piper_ir.graph.graph import At, Editor, Graph, Node, OverlapGroup
 from piper_ir.graph.graph_parts import in_mbs, mbs_of
 from piper_ir.ground.errors import DirectiveError
 from piper_ir.ground.select import Where
+from piper_ir.program.ops import COMM, Send
 
 _Chains = tuple[Where, Mapping[str, tuple[At, ...]]]
 """A selection, and its nodes on each role along the program."""
@@ -63,7 +69,8 @@ class Order:
     """Run the items one after the other on each device.
 
     Within a selection the nodes of a device run along the program (F ascending, backward descending). Communication
-    follows its data. The items are selections, overlaps, or tuples of them.
+    follows its data, but for sends that a selection names (op="send"). The items are selections, overlaps, or tuples of
+    them.
 
     Attributes:
         missing: whether a selection of a backward phase that its region cannot have is an error or skipped.
@@ -129,6 +136,7 @@ class Order:
         if len(self.selections) < 2:
             raise fail(self, 1, "an order needs at least two selections")
         self._check_overlaps()
+        self._check_communication(graph)
         selected = [pair for item in self._selected(graph) for pair in item]
         every = [nodes for _, chains in selected for nodes in chains.values()]
         if len(set(chain.from_iterable(every))) < sum(map(len, every)):
@@ -171,6 +179,21 @@ class Order:
                     f"the overlap of {number} selections from number {first} is not inside of the order",
                 )
             end = first + number
+
+    def _check_communication(self, graph: Graph) -> None:
+        """Check that communication is named by its sends, outside of overlaps."""
+        inside = {k for first, number in self.overlaps for k in range(first, first + number)}
+        for k, selection in enumerate(self.selections):
+            if "op" not in dict(selection.terms):
+                continue
+            nodes = [n for n in compute_nodes(self, graph, selection) if isinstance(n.op, COMM)]
+            other = [n for n in nodes if not isinstance(n.op, Send)]
+            if other:
+                text = "an order names sends alone, as a receive stands where its send does"
+                raise fail(self, 6, f'{names(graph, other)}: {text}; write op="send"')
+            if nodes and k in inside:
+                text = "an overlap is of compute; name the send before or behind it"
+                raise fail(self, 6, f"{names(graph, nodes)}: {text}")
 
     def decided(self) -> Decided | None:
         """Return its decisions before it is compiled."""

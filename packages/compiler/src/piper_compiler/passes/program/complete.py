@@ -21,7 +21,17 @@ from piper_ir.ground.node_ids import compute_id
 from piper_ir.ground.sizes import ITEM_BYTES, TensorSpec, bind
 from piper_ir.plan.plan import COMPUTE, Bucket, Channel, inside_channel
 from piper_ir.plan.plan_bytes import update_on_host_bytes
-from piper_ir.program.ops import COMM, Add, Collective, Compute, Fold, SquaredNorm, Update, Zeros
+from piper_ir.program.ops import (
+    COMM,
+    Add,
+    Collective,
+    Compute,
+    Fold,
+    Send,
+    SquaredNorm,
+    Update,
+    Zeros,
+)
 from piper_ir.program.program import Program
 
 EVERYWHERE = "all"
@@ -194,7 +204,12 @@ def _check_orders(graph: Graph) -> None:
         if first in alike and alike[first] == alike.get(second) and -1 < i < most and -1 < j < most:
             continue
         a, b = graph.at(before), graph.at(after)
-        if a is None or b is None or a.role != b.role or _is_comm(a) or _is_comm(b):
+        if (
+            a is None
+            or b is None
+            or a.role != b.role
+            or not (_may_be_ordered(a) and _may_be_ordered(b))
+        ):
             names = [node.name(at[1]) if node else at[0] for node, at in ((a, before), (b, after))]
             where = ", ".join(
                 f"{name} on {n.role if n else 'no device'}"
@@ -202,9 +217,14 @@ def _check_orders(graph: Graph) -> None:
             )
             by = f" (by {graph.log[applied]})" if applied < len(graph.log) else ""
             raise CompileError(
-                f"{names[0]} cannot be ordered before {names[1]}{by}: an order is among the compute of one device, "
-                f"here {where}"
+                f"{names[0]} cannot be ordered before {names[1]}{by}: an order is among the compute and the sends of "
+                f"one device, here {where}"
             )
+
+
+def _may_be_ordered(node: Node) -> bool:
+    """Return whether an order may name a node: a receive stands where its send does, a collective with its bucket."""
+    return isinstance(node.op, Send) or not _is_comm(node)
 
 
 def _is_comm(node: Node) -> bool:
