@@ -121,6 +121,11 @@ REFUSED: list[tuple[Callable[[], Any], Mesh, str]] = [
         PAIR,
         "pieces=3: a device has 4 tokens along tp, which are not 3 equal pieces; 2 would be",
     ),
+    (
+        lambda: ANY(where(), beside=True),
+        PAIR,
+        r'beside=True; True or False .* with stream="rows" alone \[shard condition 17\]',
+    ),
     (lambda: ANY("x"), PAIR, r"the selection is 'x'; where\(\) is accepted"),
     (
         lambda: piper.shard(where(layer=0)),

@@ -126,6 +126,16 @@ def test_latent_attention_and_mixtures() -> None:
     assert softmax == {"number": 8, "top_k": 2, "hidden": 48, "normalized": False}
 
 
+def test_shared_experts_beside_the_exchange() -> None:
+    """Where tp cuts them, in Megatron, they are taken before the exchange: in the region of experts they are whole."""
+    asked = "--expert-model-parallel-size 4 --moe-shared-expert-intermediate-size 48 --moe-shared-expert-overlap"
+    job = described(asked, base=MIXTURE)
+    assert job.layout.beside and job.sizes.fields["experts"].fields["shared_within"]
+    assert "expert_parallel(beside=True)" in python(job, "x")
+    cut = described(f"{asked} --tensor-model-parallel-size 2 --sequence-parallel", base=MIXTURE)
+    assert not cut.layout.beside and "before the exchange" in " ".join(cut.notes)
+
+
 @each_case(
     ("more", "layout"),
     [

@@ -68,7 +68,7 @@ def layouts(draw: st.DrawFn) -> DeviceLayout:
     return DeviceLayout(
         tp=tp,
         sequence=(sequence := tp > 1 and draw(st.booleans())),
-        pieces=draw(st.sampled_from((1, PIECES))) if sequence else 1,
+        pieces=draw(st.sampled_from((1, PIECES))) if sequence and cp == 1 else 1,
         cp=cp,
         attention=draw(st.sampled_from(("ring", "gather", "heads"))) if cp > 1 else "ring",
         pp=pp,

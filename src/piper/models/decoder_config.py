@@ -59,6 +59,8 @@ class Experts:
             dropless: an expert takes every token that chose it.
         shared_hidden: Width of a feed-forward part that every token goes through beside its experts; 0 for none.
         shared_gate: Whether its result is multiplied by a sigmoid of a product with the token (Qwen2-MoE).
+        shared_within: Whether it is computed in the region of the experts, so that devices that share these may compute
+            it while rows travel (`piper.shard(beside=True)`); along other axes it is whole then.
         score: How the router's products become scores.
         normalized: Whether the shares of a token's experts are its scores divided by their sum.
         scale: The shares are multiplied by this.
@@ -77,6 +79,7 @@ class Experts:
     capacity_factor: float | None = None
     shared_hidden: int = 0
     shared_gate: bool = False
+    shared_within: bool = False
     score: Score = "softmax"
     normalized: bool = True
     scale: float = 1.0
@@ -90,7 +93,7 @@ class Experts:
         sizes = ("number", "top_k", "hidden", "groups", "top_groups")
         check_sizes(self, **{name: getattr(self, name) for name in sizes})
         _check_choices(self, score=Score)
-        _check_switches(self, "shared_gate", "normalized", "bias")
+        _check_switches(self, "shared_gate", "shared_within", "normalized", "bias")
         if self.top_k > self.number:
             raise JobError(f"Experts(top_k={self.top_k}): there are {self.number} experts")
         self._check_groups()
@@ -122,6 +125,10 @@ class Experts:
             )
         if self.shared_gate and not shared:
             raise JobError("Experts(shared_gate=True): shared_hidden is needed, too")
+        if self.shared_within and (not shared or factor is not None):
+            raise JobError(
+                "Experts(shared_within=True): shared_hidden is needed, and no capacity_factor"
+            )
         for name in ("scale", "balance"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:

@@ -80,6 +80,10 @@ class ExpertLayer(nn.Module):
         """Return the sum over the chosen experts of share x expert(token), and the result of the shared part."""
         chose = self.dropless if self.config.capacity_factor is None else self.bounded
         y = chose(x, share, chosen)
+        return self.with_shared(y, x) if not self.config.shared_within else y
+
+    def with_shared(self, y: Tensor, x: Tensor) -> Tensor:
+        """Return the sum of the experts' result and that of the shared part, if there is one."""
         if not self.config.shared_hidden:
             return y
         shared = self.shared(x)
@@ -191,6 +195,8 @@ class ExpertLayer(nn.Module):
                 return grouped_add(y, counts, getattr(self, f"{name}_bias")) if biased else y
 
             y = unroute(product(self.hidden(took, product), "down"), chosen, share)
+            if self.config.shared_within:
+                y = self.with_shared(y.view_as(x), x)
         return y.view_as(x)
 
     def count(self, chose: Tensor, capacity: int) -> None:

@@ -109,7 +109,7 @@ def _shares(strategy: Strategy, layout: DeviceLayout) -> DeviceLayout:
         if item.experts:
             layout = replace(
                 layout, ep=size, folded=tuple(a for a in item.axes if a in ("tp", "cp")),
-                hidden=item.hidden_axes, etp=strategy.mesh.size("etp"),
+                hidden=item.hidden_axes, etp=strategy.mesh.size("etp"), beside=item.beside,
             )  # fmt: skip
         elif item.index == "tokens":
             layout = replace(layout, cp=size, attention=item.attention)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from piper_ir.ground.sizes import bind
@@ -33,15 +34,20 @@ def exchanges(plan: Plan) -> str:
 
 
 def _messages(plan: Plan, role: RolePlan) -> Iterator[str]:
-    """Yield a line per phase: how many messages of each kind, with their bytes on one rank."""
+    """Yield a line per phase: how many messages of each kind, with their bytes on one rank, how many beside compute."""
     sizes_by_step: dict[str, dict[str, list[int]]] = {}
+    beside: Counter[tuple[str, str]] = Counter()
     for op in (p.op for instr in role.program for p in instr.parts if isinstance(p.op, Compute)):
-        for sent in plan.chunk(op.variant).steps[op.step].collectives:
+        sig = plan.chunk(op.variant).steps[op.step]
+        beside.update((op.step, sig.collectives[o.number].kind) for o in sig.overlaps)
+        for sent in sig.collectives:
             if nbytes := bind(sent.nbytes, plan.rows):  # further rounds have none in a plan
                 sizes_by_step.setdefault(op.step, {}).setdefault(sent.kind, []).append(nbytes)
     for step, kinds in sizes_by_step.items():
         listed = ", ".join(
-            f"{len(sizes)} {kind} of {size_text(sum(sizes))}" for kind, sizes in kinds.items()
+            f"{len(sizes)} {kind} of {size_text(sum(sizes))}"
+            + (f" ({beside[step, kind]} beside compute)" if beside[step, kind] else "")
+            for kind, sizes in kinds.items()
         )
         yield f"{step}: {listed}"
     if not sizes_by_step:

@@ -16,7 +16,7 @@ from torch import fx
 
 from piper_capture.graphs.stepgraph import StepGraph
 from piper_capture.values import aliasing
-from piper_ops import COLLECTIVE_KINDS, wait
+from piper_ops import COLLECTIVE_KINDS, ROUNDS, wait
 
 POSTED = "posted"
 """The key of the meta of a collective that may be under way while its step computes."""
@@ -27,7 +27,7 @@ def post_collectives(step: StepGraph) -> None:
     under_way: fx.Node | None = None
     floor: fx.Node | None = None
     for node in list(step.graph.nodes):
-        if node.target not in COLLECTIVE_KINDS:
+        if node.target not in COLLECTIVE_KINDS and node.target not in ROUNDS:
             continue
         if under_way is not None:
             floor = _waited(step.graph, under_way, before=node)

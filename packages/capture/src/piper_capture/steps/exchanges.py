@@ -58,8 +58,11 @@ def _by_node(graph: StepGraph) -> list[tuple[fx.Node, list[StepCollective]]]:
 
 
 def _wait_of(node: fx.Node) -> fx.Node | None:
-    """Return the wait for a collective that the step only starts; None for another one."""
-    return next((user for user in node.users if user.target is wait), None)
+    """Return the wait for a collective that the step only starts; None for another one.
+
+    The result of another one may be the operand of a collective that is waited for.
+    """
+    return next((u for u in node.users if u.target is wait and u.args[0] is node), None)
 
 
 def _described(node: fx.Node) -> StepCollective:

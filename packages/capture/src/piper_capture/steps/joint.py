@@ -24,6 +24,7 @@ from piper_capture.steps import exchanges, kernels, liveness, phases
 from piper_capture.steps.codegen import StepCode, generate
 from piper_capture.steps.draws import Drawn, drawn_in, number_draws
 from piper_capture.steps.expert_region import expert_regions, has_experts
+from piper_capture.steps.filling import fill
 from piper_capture.steps.fusions import fuse
 from piper_capture.steps.schedule import schedule
 from piper_capture.torch_api import _torch_joint
@@ -115,6 +116,7 @@ def cut_chunk(
     for step, graph in cut.steps.items():
         if step in fused:
             fuse(graph)
+        fill(graph)
         rewrite_step(graph)
     regions = expert_regions(cut.steps)
     for step, graph in cut.steps.items():

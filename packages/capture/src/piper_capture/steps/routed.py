@@ -26,10 +26,12 @@ from math import prod
 import torch
 from torch import Tensor, fx
 
+from piper_capture.graphs.posting import POSTED
 from piper_capture.graphs.stepgraph import Joint
 from piper_capture.steps import phases
 from piper_capture.steps.by_rows import takes_any_rows
 from piper_capture.steps.codegen import StepCode, compile_step, generate
+from piper_capture.steps.filling import FILLED
 from piper_capture.steps.joint import Interpreter, JointInput, constants_of, trace_joint
 from piper_capture.steps.schedule import schedule
 from piper_capture.torch_api import _torch_joint
@@ -75,6 +77,7 @@ class Routed:
         axes: the axes, outermost first, of which `axis` is made; none if it is one axis.
         hidden: the axes, outermost first, whose devices cut each expert, with their sizes.
         cuts: for each stack that these cut, by its input, the dimension and the outer steps in it.
+        beside: whether rows travel while the device computes the other operations of the region.
         divided: the stacks of which each of these adds an equal part to its partial sum: biases of the second product.
     """
 
@@ -88,6 +91,7 @@ class Routed:
     hidden: tuple[tuple[str, int], ...] = field(default=(), repr=False)
     cuts: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
     divided: tuple[int, ...] = field(default=(), repr=False)
+    beside: bool = field(default=False, repr=False)
 
     @property
     def within(self) -> str:
@@ -104,7 +108,8 @@ class Routed:
         """Return it as one text."""
         shares = f" {self.tokens} tokens over {self.sharing}" if self.sharing else ""
         cut = f" {self.cuts} {self.divided} over {self.hidden}" if self.hidden else ""
-        return f"{self!r}{shares}{' of '.join(('', *self.axes))}{cut}"
+        beside = " beside others" * self.beside
+        return f"{self!r}{shares}{' of '.join(('', *self.axes))}{cut}{beside}"
 
     def own(self, spec: TensorSpec) -> TensorSpec:
         """Return the spec of a device's tokens of a value [rows x tokens, ...] or [rows, tokens, ...]."""
@@ -185,6 +190,8 @@ class RoutedForms:
             at = PLACED.get(node.target) if node.op == "call_function" else None
             if at is not None:
                 node.args = (*node.args[:at], Coordinate(self._how.axis), *node.args[at + 1 :])
+            if self._how.beside and node.target is all_to_all:
+                node.meta |= {POSTED: True, FILLED: True}
         return joint
 
     def _room(self, rows: int) -> list[int]:
@@ -471,19 +478,8 @@ class _Rewriting:
         back = graph.call_function(all_to_all, (outgoing, how.axis, how.degree))
         if how.overflow == "rounds":
             weights = [env[n] for n in self._stacks]
-            args = (
-                back,
-                self._home_rows,
-                self._table,
-                self._every,
-                weights,
-                body,
-                how.axis,
-                how.within,
-                self.slot,
-                0,
-                list(room),
-            )
+            tables = self._home_rows, self._table, self._every
+            args = (back, *tables, weights, body, how.axis, how.within, self.slot, 0, list(room))
             returned = graph.call_function(experts_return, args)
         else:
             returned = graph.call_function(

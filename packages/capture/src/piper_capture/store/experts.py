@@ -123,7 +123,7 @@ class ExpertChunks:
         axes = tuple(axis for axis, _ in asked.folded)
         how = Routed(
             self.axis, asked.degree, asked.bound, asked.overflow, self.tokens, sharing, axes,
-            asked.hidden,
+            asked.hidden, beside=asked.beside,
         )  # fmt: skip
         if not asked.hidden:
             return how
@@ -218,6 +218,20 @@ class ExpertChunks:
         if (one := next(inside, None)) is not None:
             raise self._fail(
                 f"{chunk.id} needs all experts {one.why}; leave that out of the region"
+            )
+
+    def check_beside(self, chunk: Chunk, body: Chunk) -> None:
+        """Raise DirectiveError if devices should compute while rows travel, and a chunk has nothing for that."""
+        if not self._asked.beside:
+            return
+        if not self.routes(chunk):
+            raise self._fail(
+                f"beside=True: {chunk.id} has a capacity, and exchanges between chunks; leave it out, and see overlap"
+            )
+        if not body.steps["F"].overlaps:
+            raise self._fail(
+                f"beside=True: {chunk.id} computes nothing beside its experts; put shared experts into their region "
+                f"(Experts(shared_within=True)), or leave it out"
             )
 
     def _refused(self, chunk: Chunk) -> bool:

@@ -268,6 +268,8 @@ class _Shared:
         )
         if self._experts is not None and axis and not self._routes(chunk):
             self._experts.check_steps(chunk, body)
+        if self._experts is not None and axis:
+            self._experts.check_beside(chunk, body)
         shard = replace(
             chunk,
             inputs=inputs,

@@ -59,6 +59,8 @@ Legality
     elements of each expert, every stack has such a dimension but biases of the second product, and between `route`
     and `unroute` nothing needs the sum of that product.
 16. `pieces` is a number from 1 on. More than 1 stands with stream="tokens" alone, and divides the tokens of a device.
+17. `beside` is True or False. It stands with stream="rows" alone, for dropless mixtures whose regions compute something
+    beside the experts.
 """
 
 from __future__ import annotations
@@ -135,6 +137,8 @@ class Shard:
             and can be hidden. A plan has several times as many instructions then.
         pieces: the number of pieces of each product whose tokens are gathered before it, or scattered behind it, so
             that the messages of one piece run beside the product of another.
+        beside: whether rows of a dropless mixture are exchanged while a device computes the other operations of the
+            experts' region, such as a shared expert.
         site: where the user wrote it.
     """
 
@@ -152,6 +156,7 @@ class Shard:
     cut: bool = False
     hidden: str | tuple[str, ...] = ""
     pieces: int = 1
+    beside: bool = False
     site: str = site_field()
 
     def __post_init__(self) -> None:
@@ -207,11 +212,8 @@ class Shard:
         if not isinstance(self.index, str) and not (
             isinstance(self.index, tuple) and all(isinstance(i, str) for i in self.index)
         ):
-            raise fail(
-                self,
-                6,
-                f"index={self.index!r}; the name of an index, or a tuple of names, is accepted",
-            )
+            text = "the name of an index, or a tuple of names, is accepted"
+            raise fail(self, 6, f"index={self.index!r}; {text}")
         if not isinstance(self.attention, str) or self.attention not in ATTENTION:
             raise fail(
                 self, 7, f'attention={self.attention!r}; "heads", "ring" or "gather" is accepted'
@@ -225,12 +227,8 @@ class Shard:
             ("order", self.order, ""),
         ):
             if given != usual and not self.context:
-                raise fail(
-                    self,
-                    7,
-                    f"{name}={given!r} says how the tokens of attention are shared; write "
-                    f'index="tokens", too',
-                )
+                text = 'says how the tokens of attention are shared; write index="tokens", too'
+                raise fail(self, 7, f"{name}={given!r} {text}")
 
     def _check_selected(self) -> None:
         """Raise DirectiveError if experts are selected and not shared, or shared and not selected."""
@@ -246,17 +244,11 @@ class Shard:
 
     def _check_exchange(self) -> None:
         if not isinstance(self.channel, str) or self.channel == COMPUTE:
-            raise fail(
-                self,
-                11,
-                f"channel={self.channel!r}; the name of a stream other than {COMPUTE} is accepted",
-            )
+            text = f"the name of a stream other than {COMPUTE} is accepted"
+            raise fail(self, 11, f"channel={self.channel!r}; {text}")
         if self.sms is not None and (type(self.sms) is not int or not 0 <= self.sms <= MOST_SMS):
-            raise fail(
-                self,
-                11,
-                f"sms={self.sms!r}; a number from 0 (copy engines) to {MOST_SMS}, or None, is accepted",
-            )
+            text = f"a number from 0 (copy engines) to {MOST_SMS}, or None, is accepted"
+            raise fail(self, 11, f"sms={self.sms!r}; {text}")
         self._check_bound()
         self._check_cut()
         self._check_hidden()
@@ -286,11 +278,8 @@ class Shard:
         if self.cut and (
             other := next((f"{name}={value!r}" for name, value in options if value), "")
         ):
-            raise fail(
-                self,
-                14,
-                f"cut=True and {other}: only sums are made between chunks; leave one of the two out",
-            )
+            text = "only sums are made between chunks; leave one of the two out"
+            raise fail(self, 14, f"cut=True and {other}: {text}")
 
     def _check_pieces(self) -> None:
         if type(self.pieces) is not int or self.pieces < 1:
@@ -298,6 +287,9 @@ class Shard:
         if self.pieces > 1 and self.stream != TOKENS:
             text = 'tokens are gathered and scattered in pieces; write it with stream="tokens", or leave it out'
             raise fail(self, 16, f"pieces={self.pieces}: {text}")
+        if type(self.beside) is not bool or (self.beside and not self.experts):
+            text = 'True or False is accepted, and True with stream="rows" alone'
+            raise fail(self, 17, f"beside={self.beside!r}; {text}")
 
     def _check_hidden(self) -> None:
         if not isinstance(self.hidden, str) or not set(self.hidden_axes) <= set(AXES):
@@ -423,6 +415,7 @@ class Shard:
             overflow=self.overflow,
             cut=self.cut,
             pieces=self.pieces,
+            beside=self.beside,
             folded=along if len(along) > 1 else (),
             hidden=tuple(
                 (axis, mesh.size(axis)) for axis in reversed(mesh.along("+".join(self.hidden_axes)))

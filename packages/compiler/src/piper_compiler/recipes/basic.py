@@ -159,6 +159,7 @@ def expert_parallel(
     bound: float = 1.25,
     overflow: Overflow = "rounds",
     hidden: str | tuple[str, ...] = "",
+    beside: bool = False,
 ) -> tuple[Directive, ...]:
     """Let the devices along a mesh axis share the experts of a mixture, and have rows of their own elsewhere.
 
@@ -169,7 +170,8 @@ def expert_parallel(
     experts, and `data_parallel` names ep alone, as tokens are shared along the others. It is written before the recipes
     of pipelines, and composes with `tensor_parallel`. Along `hidden`, other axes of these kinds, devices also cut each
     dropless expert (expert tensor parallelism): "tp" beside `tensor_parallel(sequence=True)`, or "etp", which
-    `data_parallel` names. `bound` and `overflow` are for dropless mixtures, `channel` and
+    `data_parallel` names. With `beside` the rows of dropless experts travel while a device computes the other
+    operations of their region, such as a shared expert. `bound` and `overflow` are for dropless mixtures, `channel` and
     `sms` for mixtures with a capacity.
     """
     asked = shard(
@@ -182,6 +184,7 @@ def expert_parallel(
         bound=bound,
         overflow=overflow,
         hidden=hidden,
+        beside=beside,
     )
     return (asked,)
 

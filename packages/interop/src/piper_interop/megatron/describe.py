@@ -16,7 +16,7 @@ from piper_interop.megatron.degrees import (
 from piper_interop.megatron.sizes import length, makers_of, policy_of, sizes
 from piper_interop.megatron.stages import boundaries
 from piper_interop.megatron.table import TABLE
-from piper_interop.megatron.table_model import exchanged, mixture, parts_again
+from piper_interop.megatron.table_model import beside, exchanged, mixture, parts_again
 from piper_interop.megatron.table_strategy import sharded
 from piper_interop.neutral.described import (
     DeviceLayout,
@@ -59,7 +59,7 @@ PARTS = {
     "job": ("micro-batch-size", "global-batch-size", "step-batch-size-schedule", "seq-length", "bf16", "lr", "clip-grad"),
     "tp": ("tensor-model-parallel-size", "sequence-parallel", "tp-comm-overlap"),
     "cp": ("context-parallel-size", "cp-comm-type"),
-    "ep": ("expert-model-parallel-size", "expert-tensor-parallel-size"),
+    "ep": ("expert-model-parallel-size", "expert-tensor-parallel-size", "moe-shared-expert-overlap"),
     "pp": (
         "pipeline-model-parallel-size", "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank",
         "microbatch-group-size-per-virtual-pipeline-stage", "decoder-first-pipeline-num-layers",
@@ -217,6 +217,7 @@ def _layout(foreign: Foreign, found: Degrees, asked: Asked) -> DeviceLayout:
         folded=experts.folded,
         hidden=experts.hidden,
         etp=experts.etp,
+        beside=beside(foreign),
         zero=zero,
         over_cp=bool(zero) and found.cp > 1,
         reshard=not (

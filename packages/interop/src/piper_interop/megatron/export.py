@@ -159,6 +159,7 @@ def _shared(described: JobDescription, options: WrittenOptions) -> None:
             )
     if plan.ep > 1:
         options.add("expert-model-parallel-size", plan.ep)
+        options.add("moe-shared-expert-overlap", plan.beside)
         _expert_axes(described, options)
 
 

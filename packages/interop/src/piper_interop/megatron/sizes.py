@@ -8,7 +8,14 @@ from collections.abc import Collection
 from typing import Any
 
 from piper_interop.megatron.degrees import further, layers, vocabulary
-from piper_interop.megatron.table_model import DISCARDING, clamp, latent, mixture, written_out
+from piper_interop.megatron.table_model import (
+    DISCARDING,
+    beside,
+    clamp,
+    latent,
+    mixture,
+    written_out,
+)
 from piper_interop.neutral.described import ModelSizes
 from piper_interop.neutral.foreign import Foreign
 from piper_ir.ground.errors import JobError
@@ -21,7 +28,8 @@ DEFAULTS: dict[str, Any] = {
     "attention": "fused", "latent": None, "experts": None, "dense_layers": 0, "mtp": 0, "mtp_weight": 0.3,
 }  # fmt: skip
 EXPERT_DEFAULTS: dict[str, Any] = {
-    "capacity_factor": None, "shared_hidden": 0, "shared_gate": False, "score": "softmax", "normalized": True,
+    "capacity_factor": None, "shared_hidden": 0, "shared_gate": False, "shared_within": False,
+    "score": "softmax", "normalized": True,
     "scale": 1.0, "groups": 1, "top_groups": 1, "balance": 0.0, "bias": False, "clamp": None,
 }  # fmt: skip
 _POSITIONS = {"learned_absolute": "learned", "none": "none"}
@@ -90,6 +98,7 @@ def experts(foreign: Foreign) -> ModelSizes:
         "capacity_factor": foreign.get("moe-expert-capacity-factor"),
         "shared_hidden": foreign.get("moe-shared-expert-intermediate-size", 0),
         "shared_gate": foreign["moe-shared-expert-gate"],
+        "shared_within": beside(foreign),
         "score": "softmax" if softmax else "sigmoid",
         "normalized": not foreign["moe-router-pre-softmax"] if softmax else several,
         "scale": foreign.get("moe-router-topk-scaling-factor", 1.0),

@@ -20,6 +20,13 @@ def exchanged(foreign: Foreign) -> bool:
     return mixture(foreign) and several and foreign.get("moe-expert-capacity-factor") is None
 
 
+def beside(foreign: Foreign) -> bool:
+    """Return whether shared experts, whole on each device, are computed while rows of others travel."""
+    shared = bool(foreign.get("moe-shared-expert-intermediate-size"))
+    whole = foreign["tensor-model-parallel-size"] == 1
+    return foreign["moe-shared-expert-overlap"] and exchanged(foreign) and shared and whole
+
+
 def latent(foreign: Foreign) -> bool:
     """Return whether attention is latent."""
     return bool(foreign["multi-latent-attention"])

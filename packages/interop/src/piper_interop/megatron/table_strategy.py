@@ -11,6 +11,7 @@ from piper_interop.megatron.table_model import (
     MORE,
     SLOW,
     WORDS_OF_PARTS,
+    beside,
     exchanged,
     mixture,
     parts_again,
@@ -336,7 +337,10 @@ STRATEGY: OptionTable = {
     "delay-wgrad-compute": Nearest("gradients of weights computed at once", SLOW),
     "overlap-dispatch-backward-with-experts-wgrad": Nearest("exchanges that compute waits for", SLOW),
     "ep-overlap-early-attn-memory-release": Ignored("a part of --overlap-moe-expert-parallel-comm"),
-    "moe-shared-expert-overlap": Nearest("shared experts before the exchange", SLOW),
+    "moe-shared-expert-overlap": (
+        Nearest("shared experts before the exchange", SLOW, when=lambda f: not beside(f)),
+        Mapped("expert_parallel(beside=True)"),
+    ),
     "defer-embedding-wgrad-compute": Nearest("the head's gradients computed at once", SLOW),
     "wgrad-deferral-limit": Ignored("a part of --defer-embedding-wgrad-compute"),
     "moe-token-dispatcher-type": Nearest(

@@ -159,6 +159,7 @@ SWITCHES = (
     "no-pad-vocab-size",
     "moe-router-pre-softmax",
     "moe-shared-expert-gate",
+    "moe-shared-expert-overlap",
     "sequence-parallel",
     "tp-comm-overlap",
     "account-for-embedding-in-pipeline-split",

@@ -160,6 +160,7 @@ class DeviceLayout:
         folded: the axes beside those of the replicas of which these devices are made: "tp" and "cp", or neither.
         hidden: the axes along which devices cut each expert: "tp", "cp", and "etp" for replicas; none for whole ones.
         etp: the replicas whose devices cut each expert.
+        beside: whether rows travel to experts while shared experts are computed.
         zero: the states that are sharded: 0 none, 1 the optimizer's, 2 gradients too, 3 parameters too.
         over_cp: whether states are sharded over cp, too.
         reshard: whether gathered parameters are dropped after the forward and gathered again (zero=3).
@@ -187,6 +188,7 @@ class DeviceLayout:
     folded: tuple[str, ...] = ()
     hidden: tuple[str, ...] = ()
     etp: int = 1
+    beside: bool = False
     zero: int = 0
     over_cp: bool = False
     reshard: bool = True

@@ -173,9 +173,11 @@ def calls(described: JobDescription) -> Iterator[tuple[str, str]]:
         yield "cp", f"*recipes.context_parallel(attention={literal(layout.attention)})"
     if layout.ep > 1:
         axes = (*layout.folded, *(["ep"] if layout.sharing_replicas > 1 else []))
-        how = {} if axes == ("ep",) else {"over": axes}
+        how: dict[str, Any] = {} if axes == ("ep",) else {"over": axes}
         if layout.hidden:
             how["hidden"] = layout.hidden
+        if layout.beside:
+            how["beside"] = True
         yield "ep", f"*recipes.expert_parallel({_arguments(how)})"
     part = "pp" if layout.pp > 1 else "batch"
     yield from ((part, call) for call in _pipeline(described))

@@ -157,6 +157,8 @@ def _notes(described: JobDescription) -> Iterator[str]:
         yield f"the recipe of the model needs {CONVERTERS[float8.recipe]} among its converters{leaves_out}"
     if not described.layout.overlap:
         yield "FSDP runs its messages beside compute"
+    if described.layout.beside:
+        yield "shared experts are computed before the exchange of rows"
     if described.layout.pieces > 1:
         yield "asynchronous tensor parallelism needs compile, and cuts products into as many pieces as devices"
     if described.layout.order:

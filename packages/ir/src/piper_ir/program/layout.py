@@ -72,6 +72,7 @@ class Sharding:
         bound: of dropless mixtures, the places for rows of another device over the mean of these.
         overflow: how more rows are treated: "rounds", "error" or "drop".
         pieces: the number of pieces of a product whose messages run beside the products of other pieces; 1 for none.
+        beside: whether rows of experts are exchanged while a device computes the other operations of their regions.
         cut: whether chunks are cut where devices begin and end to share work, so that sums are made between them.
         folded: the axes, outermost first, of which `over` is made, with their sizes; none if it is one axis.
         hidden: the axes, outermost first, whose devices cut each expert, with their sizes; none if experts are whole.
@@ -90,6 +91,7 @@ class Sharding:
     bound: float = field(default=BOUND, repr=False)
     overflow: str = field(default=OVERFLOWS[0], repr=False)
     pieces: int = field(default=1, repr=False)
+    beside: bool = field(default=False, repr=False)
     cut: bool = field(default=False, repr=False)
     folded: tuple[tuple[str, int], ...] = field(default=(), repr=False)
     hidden: tuple[tuple[str, int], ...] = field(default=(), repr=False)
