@@ -160,6 +160,7 @@ TOGETHER: dict[str, tuple[str, ...]] = {
     ),
     "captures that devices share": (
         "tests/parity/test_tensor_parallel.py",
+        "tests/parity/test_pieces.py",
         "tests/parity/test_context_parallel.py",
         "tests/parity/test_tensor_parallel_vocabulary.py",
         "tests/parity/test_mixed_shared.py",
