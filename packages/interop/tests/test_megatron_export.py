@@ -115,6 +115,8 @@ def test_what_megatron_can_say_comes_back(layout: DeviceLayout, changes: dict[st
         "--openai-gelu --position-embedding-type learned_absolute --max-position-embeddings 64",
         "--attention-backend unfused --hidden-dropout 0.1 --attention-dropout 0.1 --window-size 7,0 --window-attn-skip-freq 2",
         "--softmax-type learnable --add-qkv-bias --untie-embeddings-and-output-weights",
+        "--tokenizer-type BertWordPieceLowerCase --position-embedding-type learned_absolute",
+        "--tokenizer-type BertWordPieceLowerCase --position-embedding-type learned_absolute --bert-no-binary-head",
     ],
 )  # fmt: skip
 def test_sizes_come_back(more: str) -> None:

@@ -50,8 +50,14 @@ def export(described: JobDescription) -> Exported:
     _offload(described, options)
     options.add("clip-grad", described.clip_norm or 0.0)
     options.add("lr", described.lr)
-    for name, value in (("mock-data", True), ("train-iters", 100), ("eval-iters", 0)):
+    for name, value in (("train-iters", 100), ("eval-iters", 0)):
         options.add(name, value)
+    if described.sizes.fields.get("causal", True):
+        options.add("mock-data")
+    else:
+        options.near(
+            "random tokens", "sentences of --data-path; pretrain_bert.py has no --mock-data"
+        )
     text = options.text(described.name)
     return Exported({FILE: text}, (*options.notes, _start(described)))
 
@@ -61,7 +67,10 @@ def _start(described: JobDescription) -> str:
     plan = described.layout
     alone = plan.zero < 2 and plan.tp * plan.cp > 1
     connections = "CUDA_DEVICE_MAX_CONNECTIONS=1 " if alone else ""
-    return f"start it on {plan.devices} devices: {connections}torchrun ... pretrain_gpt.py $(cat {FILE})"
+    program = (
+        "pretrain_gpt.py" if described.sizes.fields.get("causal", True) else "pretrain_bert.py"
+    )
+    return f"start it on {plan.devices} devices: {connections}torchrun ... {program} $(cat {FILE})"
 
 
 def _precision(described: JobDescription, options: WrittenOptions) -> None:

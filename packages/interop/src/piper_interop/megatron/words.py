@@ -179,6 +179,7 @@ SWITCHES = (
     "recompute-activations",
     "decrease-batch-size-if-needed",
     "cross-entropy-loss-fusion",
+    "bert-no-binary-head",
     "use-tp-pp-dp-mapping",
 )
 """The options without a value; each is off unless it is given."""

@@ -87,6 +87,8 @@ def _lacking(described: JobDescription) -> Iterator[str]:
         yield "stages without a module; the nearest gives each stage a layer"
     if described.sizes.fields.get("mtp"):
         yield "blocks that predict further tokens; the nearest is mtp=0"
+    if not described.sizes.fields.get("causal", True):
+        yield "an encoder; torchtitan has decoders"
     if described.float8 is not None and described.float8.recipe not in CONVERTERS:
         yield f"float8 by the recipe {described.float8.recipe}; the nearest is rowwise"
     if described.reduce != "float32":
