@@ -33,7 +33,7 @@ from tests.faults.plan_faults import COMPILER, Change
 from tests.faults.recompute_faults import RECOMPUTE
 from tests.faults.schedule_faults import SCHEDULE
 from tests.faults.sharding_faults import SHARDING
-from tests.faults.sharer_faults import SHARERS
+from tests.faults.sharer_faults import PIECES, SHARERS
 from tests.faults.state_faults import STATES
 from tests.faults.update_faults import UPDATES
 from tests.helpers import compositions, parity
@@ -197,7 +197,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *(Mutant(name, "runtime", fault.about) for name, fault in faults.FAULTS.items()),
     *(
         Mutant(f.__name__, "job", (f.__doc__ or "").strip().splitlines()[0], run=f)
-        for f in (*JOBS, *SHARERS, *EXPERT_RUNS, *DROPLESS, *BACKWARDS, *LOSSES, *STATES)
+        for f in (*JOBS, *SHARERS, *EXPERT_RUNS, *DROPLESS, *BACKWARDS, *LOSSES, *STATES, *PIECES)
     ),
 )
 

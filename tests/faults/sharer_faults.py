@@ -260,5 +260,7 @@ def _of_tokens(name: str) -> JobFault:
 SHARERS: tuple[JobFault, ...] = (
     bias_before_the_sum, next_part_of_parameters, next_place_in_code, sum_left_out,
     keys_not_summed, block_of_the_next, gathered_in_another_order, masks_of_their_own, parts_drawn_as_wholes,
-    losses_of_all_sharers, a_wait_without_effect, pieces_by_device, saved_ranges_shifted, *map(_of_tokens, ring_faults.FAULTS),
+    losses_of_all_sharers, saved_ranges_shifted, *map(_of_tokens, ring_faults.FAULTS),
 )  # fmt: skip
+PIECES: tuple[JobFault, ...] = (a_wait_without_effect, pieces_by_device)
+"""Faults of products in pieces."""
