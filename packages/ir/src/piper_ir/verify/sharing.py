@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, partial
 
 from piper_ir.ground.sizes import bind
 from piper_ir.plan.plan import COMPUTE, Bucket, Channel, Plan, RolePlan, inside_channel
@@ -38,7 +39,11 @@ def _check_inside(findings: Findings, params: Mapping[str, Param]) -> None:
     """Check R36."""
     plan = findings.plan
     known: dict[tuple[str, str], tuple[str, tuple[StepCollective, ...]]] = {}
+    collective_problem = cache(partial(_collective_problem, plan))  # layers have equal ones
     for chunk in (*plan.chunks, *plan.variants):
+        for step, sig in chunk.steps.items():
+            for problem in filter(None, map(collective_problem, sig.collectives)):
+                findings.add("R36-inside", f"{step} of chunk {chunk.variant} {problem}")
         for problem in (*_step_problems(plan, chunk, params), *_alike_problems(chunk, known)):
             findings.add("R36-inside", problem)
     for channel in plan.channels:
@@ -101,10 +106,6 @@ def _bucket_problem(bucket: Bucket, members: Iterable[Param]) -> str:
 
 
 def _step_problems(plan: Plan, chunk: Chunk, params: Mapping[str, Param]) -> Iterator[str]:
-    for step, sig in chunk.steps.items():
-        for one in sig.collectives:
-            if problem := _collective_problem(plan, one):
-                yield f"{step} of chunk {chunk.variant} {problem}"
     written = {port for sig in chunk.steps.values() for port in sig.writes}
     for port, over in chunk.terms:
         if port not in written:
