@@ -27,16 +27,18 @@ class Plainly:
     def __init__(self, config: DecoderConfig, state: State) -> None:
         self.config, self.state = config, state
 
-    def logits(self, tokens: Tensor) -> Tensor | tuple[Tensor, ...]:
-        by_row = [self.row(row) for row in tokens]
+    def logits(self, tokens: Tensor, types: Tensor) -> Tensor | tuple[Tensor, ...]:
+        by_row = [self.row(*row) for row in zip(tokens, types, strict=True)]
         each = tuple(torch.stack(predicted) for predicted in zip(*by_row, strict=True))
         return each if len(each) > 1 else each[0]
 
-    def row(self, tokens: Tensor) -> list[Tensor]:
+    def row(self, tokens: Tensor, types: Tensor) -> list[Tensor]:
         config, state = self.config, self.state
         x = torch.stack([state["tokens.weight"][t] for t in tokens])
         if config.positions == "learned":
             x = x + state["positions.weight"][: len(tokens)]
+        if config.token_types:
+            x = x + torch.stack([state["types.weight"][t] for t in types])
         if config.embedding_norm:
             x = self.norm(x, "embedding_norm")
         for layer in range(config.layers):
@@ -44,7 +46,12 @@ class Plainly:
         read = [self.norm(x, "norm")]
         for k in range(config.mtp):
             read.append(self.further(read[-1], tokens, k))
-        return [self.predicted(x) for x in read]
+        results = [self.predicted(x) for x in read]
+        if config.pooled_classes:
+            results.append(
+                self.product(self.product(read[0][0], "pooled.dense").tanh(), "pooled.head")
+            )
+        return results
 
     def further(self, x: Tensor, tokens: Tensor, k: int) -> Tensor:
         """The tokens of a further prediction: behind the last one of a row stands the first."""
@@ -59,6 +66,9 @@ class Plainly:
 
     def predicted(self, x: Tensor) -> Tensor:
         config, state = self.config, self.state
+        if config.head_transform:
+            y = self.product(x, "transform.dense")
+            x = self.norm(y * (1 + (y / math.sqrt(2)).erf()) / 2, "transform.norm")
         head = "tokens" if config.tied else "head"
         y = x @ state[f"{head}.weight"].T
         y = y + state["head.bias"] if config.head_bias else y
@@ -170,7 +180,7 @@ class Plainly:
                     if config.positions == "alibi":
                         scores[i, j] -= slope(h, config.heads) * (i - j)
                     window = config.window_of(layer) or len(x)
-                    if j > i or i - j >= window:
+                    if config.causal and (j > i or i - j >= window):
                         scores[i, j] = -math.inf
             powers = scores.exp()
             total = powers.sum(-1, keepdim=True)
@@ -258,9 +268,11 @@ def test_a_decoder_is_what_the_formulas_of_the_papers_give(name: str) -> None:
     config = DECODERS[name]
     model = drawn(config)
     tokens = torch.randint(0, config.vocab, (2, config.length))
-    expected = Plainly(config, model.state_dict()).logits(tokens)
+    types = torch.randint(0, max(config.token_types, 1), (2, config.length))
+    expected = Plainly(config, model.state_dict()).logits(tokens, types)
     with torch.no_grad():
-        torch.testing.assert_close(model(tokens), expected, rtol=1e-12, atol=1e-12)
+        output = model(tokens, types) if config.token_types else model(tokens)
+        torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
     for predicted in (expected,) if isinstance(expected, Tensor) else expected:
         assert float(predicted.std()) > 0.1
 
@@ -292,6 +304,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "parallel": ("Phi", dict(parallel_norms=2)),
     "activation": ("Phi", dict(activation="gelu")),
     "eps": ("Llama", dict(eps=1e-2)),
+    "causal": ("GPT-2", dict(causal=False)),
     "scale": ("DeepSeek-V3", dict(experts=replace(MIXTURE, number=8, groups=4, top_groups=2, score="sigmoid",
                                                   shared_hidden=12))),
     "groups": ("DeepSeek-V3", dict(experts=replace(MIXTURE, number=8, score="sigmoid", scale=2.5, shared_hidden=12))),
@@ -308,6 +321,35 @@ def test_negative_control_every_field_is_seen(field: str) -> None:
     other.load_state_dict(model.state_dict(), strict=False)
     with torch.no_grad():
         assert float((other(tokens) - model(tokens)).abs().max()) > 1e-6
+
+
+def test_an_encoder_has_the_parameters_of_the_published_one() -> None:
+    """BERT large: 336,226,108, as transformers 5.23's BertForPreTraining and MegatronBertForPreTraining have."""
+    assert (
+        models.parameter_count(models.BERTConfig(layers=24, width=1_024, heads=16)) == 336_226_108
+    )
+
+
+def test_the_loss_of_an_encoder_token_by_token() -> None:
+    """The mean over the masked tokens of all rows, which have different numbers of them, and that over rows."""
+    job = models.job(DECODERS["BERT"], global_batch=6, precision="float64")
+    (tokens, types), (targets, classes) = job.batch(1, range(6))
+    wanted = targets != -100
+    assert len({int(n) for n in wanted.sum(1)}) > 1 and (tokens[wanted] == 31).all()
+    model = drawn(DECODERS["BERT"])
+    with torch.no_grad():
+        logits, of_rows = model(tokens, types)
+        found = [
+            logits[row, i].log_softmax(-1)[targets[row, i]] for row, i in wanted.nonzero().tolist()
+        ]
+        ordered = [of_rows[row].log_softmax(-1)[classes[row]] for row in range(6)]
+        expected = -torch.stack(found).mean() - torch.stack(ordered).mean()
+        assert callable(job.loss)
+        torch.testing.assert_close(
+            job.loss((logits, of_rows), (targets, classes)), expected, rtol=1e-12, atol=0
+        )
+    (again, _), _ = job.batch(1, range(2, 4))
+    assert torch.equal(again, tokens[2:4])  # a row is the same in every range
 
 
 def test_parameters_by_hand() -> None:
@@ -381,7 +423,9 @@ def test_a_balanced_mixture_returns_its_loss_once_for_each_mixture() -> None:
         (BASE, dict(dense_layers=1), "dense_layers=1.*needs `experts`"),
         (BASE, dict(dense_layers=2, experts=MIXTURE), "dense_layers=2.*from 0 to 1"),
         (BASE, dict(mlp_bias=True, experts=MIXTURE), "mlp_bias=True.*Experts.bias=True"),
-        (BASE, dict(tied=True, head_bias=True), "tied=True.*head_bias=False"),
+        (BASE, dict(causal=False, window=3), "causal=False.*window"),
+        (BASE, dict(pooled_classes=2, mtp=1), "pooled_classes=2.*without mtp"),
+        (BASE, dict(token_types=-1), "token_types=-1"),
         (MIXTURE, dict(bias="yes"), "bias='yes'.*True or False"),
         (MIXTURE, dict(clamp=0.0), "clamp=0.0.*positive number"),
         (BASE, dict(gated=False, experts=replace(MIXTURE, clamp=7.0)), "gated=False.*needs one"),

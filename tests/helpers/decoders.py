@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from piper.models import DecoderConfig, Experts, Latent
+from piper.models import BERTConfig, DecoderConfig, Experts, Latent
 
 BASE = DecoderConfig(
     layers=2, width=16, heads=4, kv_heads=2, hidden=24, vocab=32, length=8, theta=1e4
@@ -58,6 +58,7 @@ DECODERS: dict[str, DecoderConfig] = {
         experts=replace(MIXTURE, bias=True, clamp=0.05),
     ),
     "places and biases": replace(BASE, experts=replace(MIXTURE, bias=True, capacity_factor=1.0)),
+    "BERT": BERTConfig(layers=2, width=16, heads=4, vocab=32, length=8, fused_qkv=False),
     "experts without a gate": replace(BASE, gated=False, activation="squared_relu", experts=MIXTURE),
 }  # fmt: skip
 """Small decoders of the kinds that are published."""

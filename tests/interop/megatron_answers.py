@@ -42,8 +42,10 @@ def answer(arguments: list[str], devices: int, vocabulary: int | None) -> dict[s
             if layout is None:
                 number = get_num_layers_to_build(config, chunk if chunks else None, rank)
             else:
-                number = sum(kind.name == "decoder" for kind in layout.layout[rank][chunk])
+                number = sum(kind.name in ("decoder", "mtp") for kind in layout.layout[rank][chunk])
             layers.append(number)
+    if layout is None:
+        layers[-1] += args.mtp_num_layers or 0  # on the last stage, and counted as layers here
     padded = args.padded_vocab_size
     if padded is None and vocabulary is not None:
         padded = vocab_size_with_padding(vocabulary, args, logging_enabled=False)

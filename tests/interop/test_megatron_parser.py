@@ -33,8 +33,8 @@ pytestmark = [
         reason="PIPER_MEGATRON and PIPER_MEGATRON_PYTHON name no Megatron-LM",
     ),
 ]
-LEAST = 200
-"""Imports of functional tests with all stand-ins, of which there were 212 of 266 in August 2026."""
+LEAST = 213
+"""Imports of functional tests with all stand-ins, 80 % of 266, of which there were 223 in November 2026."""
 
 
 def ask(folder: Path, questions: Sequence[dict[str, Any]]) -> dict[str, Any]:

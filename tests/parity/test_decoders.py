@@ -84,3 +84,15 @@ def test_a_stage_of_its_own_predicts_further_tokens() -> None:
     run = piper.execute(compiled, steps=2, launcher="inline", memory=True, gradients=True)
     parity.assert_parity(run, parity.reference(job, microbatches=2, steps=2))
     assert not lies(compiled.plan, dict(run.memory))
+
+
+def test_an_encoder_trains_what_one_device_trains() -> None:
+    """Rows have different numbers of masked tokens: the batch decides the denominator, and no microbatch does."""
+    job = models.job(DECODERS["BERT"], global_batch=8, precision="float64", lr=0.01)
+    parts = (
+        *recipes.tensor_parallel(), *recipes.one_f_one_b(rows=2), *recipes.data_parallel(zero=1),
+    )  # fmt: skip
+    compiled = piper.compile(job, Strategy(Mesh(pp=2, dp=2, tp=2), parts, global_batch=8))
+    run = piper.execute(compiled, steps=2, launcher="inline", memory=True, gradients=True)
+    parity.assert_parity(run, parity.reference(job, microbatches=2, replicas=2, steps=2))
+    assert not lies(compiled.plan, dict(run.memory))

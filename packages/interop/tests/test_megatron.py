@@ -96,6 +96,37 @@ def test_sizes(more: str, fields: dict[str, Any]) -> None:
     assert {name: sizes.get(name) for name in fields} == fields
 
 
+def test_an_encoder() -> None:
+    """Options of pretrain_bert.py; by them a file without a program is known by its word pieces."""
+    base = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 40 "
+    base += "--micro-batch-size 3 --attention-backend unfused --tensor-model-parallel-size 2"
+    encoder = {"causal": False, "head_transform": True, "head_bias": True}
+    fields = described("--vocab-file bert/vocab.txt", base=base).sizes.fields
+    assert dict(fields) == encoder | {
+        "layers": 2,
+        "width": 64,
+        "heads": 4,
+        "hidden": 256,
+        "vocab": 30_720,  # 30,522 filled up to a multiple of 256
+        "length": 40,
+        "activation": "gelu",
+        "gated": False,
+        "norm": "layernorm",
+        "attention_bias": "all",
+        "mlp_bias": True,
+        "positions": "learned",
+        "tied": True,
+        "dropout": 0.1,
+        "attention": "math",
+        "token_types": 2,
+        "pooled_classes": 2,
+    }
+    one_head = described("--tokenizer-type BertWordPieceCase --bert-no-binary-head", base=base)
+    assert one_head.sizes.fields["vocab"] == 29_184  # of 28,996
+    assert not {"token_types", "pooled_classes"} & {*one_head.sizes.fields}
+    assert "causal=False" in python(one_head, "A job")
+
+
 def test_latent_attention_and_mixtures() -> None:
     job = described(
         "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
@@ -148,6 +179,9 @@ def test_latent_attention_and_mixtures() -> None:
          DeviceLayout(pp=2, dp=4, schedule="interleaved", chunks=3, at=(3, 4, 5, 8, 9), units="all", **ALONE)),
         ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t*5|t*2|tL",
          DeviceLayout(pp=2, dp=4, schedule="interleaved", chunks=2, at=(1, 6, 8), units="all", **ALONE)),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --tp-comm-overlap-rs-dgrad",
+         DeviceLayout(tp=2, sequence=True, pieces=4, dp=4, **ALONE)),
+        ("--tensor-model-parallel-size 2 --tp-comm-overlap", DeviceLayout(tp=2, dp=4, **ALONE)),
         ("--context-parallel-size 2 --use-distributed-optimizer",
          DeviceLayout(cp=2, dp=4, zero=1, over_cp=True, **ALONE)),
         ("--context-parallel-size 2 --cp-comm-type a2a", DeviceLayout(cp=2, attention="heads", dp=4, **ALONE)),
@@ -386,7 +420,8 @@ def test_experts_with_a_capacity_are_cut_by_tp() -> None:
         ("--clip-grad", 8, "one value is needed"),
         ("--numlayers 3 --tensor-parallel 8", 8, "2 options of this job"),
         ("--spec some.module layers", 8, "a Python file builds"),
-        ("--tokenizer-type BertWordPieceCase", 8, "word pieces"),
+        ("--tokenizer-type BertWordPieceCase --vocab-extra-ids 100", 8, "T5"),
+        ("--vocab-file my/vocab.txt --num-experts 8", 8, "a part of decoders in an encoder (BERT)"),
         ("--hybrid-layer-pattern M*M*", 8, "Mamba"),
         ("--decoder-num-layers 4", 8, "T5"),
         ("--expert-model-parallel-size 2 --num-experts 4 --moe-layer-freq 2", 8, "all layers but some first ones"),

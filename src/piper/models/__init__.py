@@ -8,7 +8,7 @@ The blocks are in an nn.ModuleList, so that `partition` finds them. This room ma
 
 from piper.models.decoder import Decoder, DecoderConfig
 from piper.models.decoder_config import Experts, Latent
-from piper.models.decoder_kinds import GPTConfig, LlamaConfig, MoEConfig
+from piper.models.decoder_kinds import BERTConfig, GPTConfig, LlamaConfig, MoEConfig
 from piper.models.families import hugging_face
 from piper.models.jobs import job, parameter_count
 from piper.models.presets import PRESETS, preset
@@ -16,6 +16,7 @@ from piper_runtime.weights import Into
 
 __all__ = [
     "PRESETS",
+    "BERTConfig",
     "Decoder",
     "DecoderConfig",
     "Experts",

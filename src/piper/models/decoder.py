@@ -103,6 +103,32 @@ def dropped(module: DecoderBlock | Decoder, x: Tensor) -> Tensor:
     return F.dropout(x, module.dropout, module.training) if module.dropout else x
 
 
+class MaskedHead(nn.Module):
+    """Compute the norm of the GELU of a product of x [rows, T, width], which BERT's head reads.
+
+    See BERT, arXiv 1810.04805, appendix A.2; the authors' code has it in `get_masked_lm_output`.
+    """
+
+    def __init__(self, config: DecoderFields) -> None:
+        super().__init__()
+        self.dense, self.norm = nn.Linear(config.width, config.width), norm_of(config, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(F.gelu(self.dense(x)))
+
+
+class PooledHead(nn.Module):
+    """Map tokens [rows, T, width] to logits of classes [rows, pooled_classes], from the first token of each row."""
+
+    def __init__(self, config: DecoderFields) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.width, config.width)
+        self.head = nn.Linear(config.width, config.pooled_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.dense(x[:, 0]).tanh())
+
+
 class Decoder(nn.Module):
     """Map tokens [rows, T] int64, T at most `config.length`, to logits [rows, T, vocab].
 
@@ -113,7 +139,7 @@ class Decoder(nn.Module):
     If the config balances experts or predicts further tokens, the result is a tuple of the logits, those of each
     further token, and `balance` [rows], the sum over layers of `ExpertLayer.balance`. Its mean over rows is a part of
     the loss, which is the same however rows are cut into microbatches and over replicas, since it is a number of each
-    row.
+    row. An encoder (`causal=False`) is built of the same parts.
     """
 
     cos: Tensor
@@ -126,6 +152,8 @@ class Decoder(nn.Module):
         self.tokens = nn.Embedding(config.vocab, config.width)
         if config.positions == "learned":
             self.positions = nn.Embedding(config.length, config.width)
+        if config.token_types:
+            self.types = nn.Embedding(config.token_types, config.width)
         self.embedding_norm = (
             norm_of(config, config.width) if config.embedding_norm else nn.Identity()
         )
@@ -134,7 +162,10 @@ class Decoder(nn.Module):
         self.mtp = nn.ModuleList(
             FurtherBlock(config, config.layers + k, k + 1) for k in range(config.mtp)
         )
+        self.transform = MaskedHead(config) if config.head_transform else nn.Identity()
         self.head = nn.Linear(config.width, config.vocab, bias=config.head_bias)
+        if config.pooled_classes:
+            self.pooled = PooledHead(config)
         if config.rotary_dim:
             cos, sin = rotary(config.length, config.rotary_dim, config.theta)
             self.register_buffer("cos", cos, persistent=False)
@@ -146,11 +177,13 @@ class Decoder(nn.Module):
         if config.tied:
             self.head.weight = self.tokens.weight
 
-    def forward(self, tokens: Tensor) -> Any:
+    def forward(self, tokens: Tensor, types: Tensor | None = None) -> Any:
         length, balance = tokens.shape[1], None
         x = self.tokens(tokens)
         if self.config.positions == "learned":
             x = x + self.positions.weight[:length]
+        if types is not None:
+            x = x + self.types(types)
         x = dropped(self, self.embedding_norm(x))
         cos, sin = (
             (self.cos[:length], self.sin[:length]) if self.config.rotary_dim else (None, None)
@@ -168,7 +201,9 @@ class Decoder(nn.Module):
             if self.config.balanced:
                 x, balance = x
             read.append(x)
-        results = [self._capped(self.head(x)) for x in read]
+        results = [self._capped(self.head(self.transform(x))) for x in read]
+        if self.config.pooled_classes:
+            results.append(self.pooled(read[0]))
         if balance is not None:
             results.append(balance)
         return tuple(results) if len(results) > 1 else results[0]

@@ -42,6 +42,7 @@ class Heads(nn.Module):
         if config.sinks:
             self.sinks = nn.Parameter(torch.empty(config.heads).normal_(std=0.02))
         self.has_sinks, self.alibi = config.sinks, config.positions == "alibi"
+        self.causal = config.causal
         if self.alibi:
             self.register_buffer("slopes", torch.tensor(slopes(config.heads)), persistent=False)
 
@@ -58,7 +59,7 @@ class Heads(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Return the attention [rows, T, heads x value_dim] of q, k and v, all [rows, T, heads, head_dim].
 
-        `mask` says by True which keys are read, or is added to the scores; None is causal.
+        `mask` says by True which keys are read, or is added to the scores; None is as `config.causal` says.
         """
         rows, length = q.shape[:2]
         grouped = k.shape[2] != q.shape[2]
@@ -74,7 +75,7 @@ class Heads(nn.Module):
                 v,
                 attn_mask=mask,
                 dropout_p=self.dropout if self.training else 0.0,
-                is_causal=mask is None,
+                is_causal=self.causal and mask is None,
                 enable_gqa=grouped,
             )
         return mixed.transpose(1, 2).reshape(rows, length, -1)
@@ -85,7 +86,8 @@ class Heads(nn.Module):
         if groups > 1:
             q, k, v = q.unflatten(1, (-1, groups)), k.unsqueeze(2), v.unsqueeze(2)
         scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
-        scores = scores + additive(scores, mask, groups)
+        if self.causal or mask is not None:
+            scores = scores + additive(scores, mask, groups)
         shares = torch.softmax(self._with_sinks(scores), -1)
         if self.has_sinks:
             shares = shares[..., :-1]
@@ -131,7 +133,7 @@ class NormOverHeads(nn.Module):
 
 
 class Attention(Heads):
-    """Compute causal grouped-query attention (GQA, arXiv 2305.13245) of x: [rows, T, width].
+    """Compute grouped-query attention (GQA, arXiv 2305.13245) of x: [rows, T, width].
 
     With `qk_norm` there is a norm over queries and keys before they are turned: over each head's (Qwen3, arXiv
     2505.09388, section 2) or over all heads together (OLMo 2, arXiv 2501.00656, section 3.2).

@@ -177,6 +177,14 @@ class DecoderFields:
         tied: Whether embedding and head are one parameter.
         dropout: The share of attention's probabilities, of the output that each part adds to the tokens, and of the
             embedding that is set to 0. With it, "fused" is written out as well, in float32.
+        causal: Whether a token attends to itself and the tokens before it alone. With False it attends to all tokens of
+            its row: an encoder (BERT, arXiv 1810.04805), whose job is to find tokens that are masked.
+        token_types: Kinds of tokens, each with a vector that is added to the embedding of its tokens (BERT: 2, for two
+            sentences); 0 for none. With them the model maps (tokens, types) [rows, T] int64.
+        head_transform: Whether a product, GELU and a norm stand between the norm behind the layers and the head (BERT).
+        pooled_classes: Classes of a row, which a second head tells from its first token, through a product and tanh
+            (BERT: 2, whether the second sentence follows the first); 0 for none. The model then returns (logits,
+            logits of classes [rows, pooled_classes]).
         attention: "fused" keeps no matrix of tokens x tokens if a device has such a kernel. "math" writes attention out
             with matmul, softmax and dropout, as stacks did before such kernels, and saves the tensors that these save.
         latent: The sizes of latent attention, in place of heads' own keys and values.
@@ -219,6 +227,10 @@ class DecoderFields:
     logit_cap: float | None = None
     tied: bool = False
     dropout: float = 0.0
+    causal: bool = True
+    token_types: int = 0
+    head_transform: bool = False
+    pooled_classes: int = 0
     attention: Written = "fused"
     latent: Latent | None = None
     experts: Experts | None = None
@@ -237,7 +249,8 @@ class DecoderFields:
         _check_choices(self, positions=PositionKind, attention=Written)
         _check_choices(self, qk_norm_over=Literal["head", "all"])
         _check_switches(self, "gated", "norm_bias", "parallel", "mlp_bias", "head_bias", "qk_norm")
-        _check_switches(self, "sinks", "tied", "embedding_norm", "fused_qkv")
+        _check_switches(self, "sinks", "tied", "embedding_norm", "fused_qkv", "causal")
+        _check_switches(self, "head_transform")
         self._check_numbers()
         self._check_positions()
         for field, value, refused, accepted in self._refusals():
@@ -303,8 +316,10 @@ class DecoderFields:
             raise JobError(f"DecoderConfig(logit_cap={cap!r}): a number above 0 is needed, or None")
         if self.window is not None:
             check_sizes(self, window=self.window)
-        if isinstance(self.mtp, bool) or not isinstance(self.mtp, int) or self.mtp < 0:
-            raise JobError(f"DecoderConfig(mtp={self.mtp!r}): an integer from 0 on is needed")
+        for name in ("mtp", "token_types", "pooled_classes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise JobError(f"DecoderConfig({name}={value!r}): an integer from 0 on is needed")
         if not 0 < self.mtp_weight < math.inf:
             raise JobError(
                 f"DecoderConfig(mtp_weight={self.mtp_weight!r}): a number above 0 is needed, such as 0.3"
@@ -358,7 +373,10 @@ class DecoderFields:
             ("mtp", self.mtp, self.mtp >= self.length, f"fewer tokens than the {self.length} of a row are needed"),
             ("mtp", self.mtp, self.mtp > 0 and (self.positions == "learned" or self.embedding_norm),
              "positions='rotary', 'alibi' or 'none' without a norm behind the embedding are accepted with it"),
-            ("tied", True, self.tied and self.head_bias, "head_bias=False is needed"),
+            ("causal", False, not self.causal and (self.window is not None or self.positions == "alibi" or self.mtp > 0),
+             "without window, ALiBi and mtp, which know earlier tokens alone, False is accepted"),
+            ("pooled_classes", self.pooled_classes, self.pooled_classes > 0 and (self.mtp > 0 or self.balanced),
+             "without mtp and Experts(balance=) it is accepted"),
         ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Write the descriptions of three well-known kinds of decoders by their sizes alone."""
+"""Write the descriptions of four well-known kinds of models by their sizes alone."""
 
 from __future__ import annotations
 
@@ -31,6 +31,25 @@ def GPTConfig(
     }
     sizes = {"layers": layers, "width": width, "heads": heads, "vocab": vocab, "length": length}
     return DecoderConfig(**{**kind, **sizes, "tied": tied, **more})
+
+
+def BERTConfig(
+    *, layers: int, width: int, heads: int, vocab: int = 30_522, length: int = 512, **more: Any
+) -> DecoderConfig:  # fmt: skip
+    """Describe a BERT as Megatron-LM builds it, with norms before each part; `more` are further fields.
+
+    It has as many parameters as the published one (arXiv 1810.04805), whose norms stand behind the sum of a part and
+    its input, and which has a norm behind the embedding in place of the one behind the last layer.
+    """
+    kind: dict[str, Any] = {
+        "causal": False,
+        "token_types": 2,
+        "head_transform": True,
+        "head_bias": True,
+        "pooled_classes": 2,
+    }
+    sizes = {"layers": layers, "width": width, "heads": heads, "vocab": vocab, "length": length}
+    return GPTConfig(**{**kind, **sizes, **more})
 
 
 def MoEConfig(

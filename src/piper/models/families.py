@@ -7,6 +7,7 @@ The names come from Hugging Face's transformers. A family whose blocks have para
 from __future__ import annotations
 
 from piper.models.decoder import DecoderConfig
+from piper_ir.ground.errors import JobError
 from piper_runtime.weights import Into, RenameTarget
 
 
@@ -15,8 +16,10 @@ def hugging_face(config: DecoderConfig) -> dict[str, RenameTarget]:
 
     A decoder with learned positions takes the names of GPT-2, any other the ones of Llama, Mistral, Qwen, OLMo 2 and
     Phi-3, a mixture of experts the ones of Mixtral, Qwen2-MoE and Qwen3-MoE. The sizes of `config` must be the sizes of
-    the weights.
+    the weights. Raises JobError for an encoder.
     """
+    if not config.causal:
+        raise JobError("hugging_face: weights of an encoder have no names here; start without them")
     if config.positions == "learned":
         return {
             prefix + pattern: target

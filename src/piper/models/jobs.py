@@ -22,6 +22,9 @@ SEED_STRIDE = 1_000_003
 NO_TARGET = -100
 """The target of a token that has none, which cross-entropy leaves out."""
 
+MASKED = 0.15
+"""The share of tokens that an encoder finds (BERT, arXiv 1810.04805, section 3.1)."""
+
 
 def job(
     model: str | DecoderConfig,
@@ -33,7 +36,7 @@ def job(
     clip_norm: float | None = None,
     seed: int = 0,
 ) -> Job:
-    """Return a job that trains a model to predict the next of random tokens.
+    """Return a job that trains a model to predict the next of random tokens, or, if it is an encoder, masked ones.
 
     Raises JobError for sizes that do not fit together. AdamW has betas 0.9 and 0.95 and decays matrices by 0.1 (GPT-3,
     arXiv 2005.14165, appendix B). Jobs of equal sizes and precision share one capture.
@@ -54,10 +57,13 @@ def job(
     config = config if length is None else replace(config, length=length)
     return Job(
         _build(config),
-        _batch(config.vocab, config.length),
+        _batch(config.vocab, config.length)
+        if config.causal
+        else _masked_batch(config.vocab, config.length, config.token_types, config.pooled_classes),
         _loss(
             config.experts.balance if config.experts is not None else 0.0,
             config.mtp_weight if config.mtp else 0.0,
+            classes=config.pooled_classes > 0,
         ),
         partial(adamw, lr=lr),
         global_batch=global_batch,
@@ -93,13 +99,22 @@ def _build(config: DecoderConfig) -> Callable[[], nn.Module]:
 
 
 @cache  # as above
-def _loss(balance: float, further: float) -> Callable[[Any, Tensor], Tensor]:
+def _loss(balance: float, further: float, *, classes: bool) -> Callable[[Any, Any], Tensor]:
+    if classes:
+        return with_classes
     return partial(weighted_losses, balance, further) if balance or further else cross_entropy
 
 
 @cache  # as above
 def _batch(vocab: int, length: int) -> Callable[[int, range], tuple[Tensor, Tensor]]:
     return partial(random_tokens, vocab, length)
+
+
+@cache  # as above
+def _masked_batch(
+    vocab: int, length: int, types: int, classes: int
+) -> Callable[[int, range], tuple[Any, Any]]:
+    return partial(masked_tokens, vocab, length, types, classes)
 
 
 def random_tokens(vocab: int, length: int, step: int, rows: range) -> tuple[Tensor, Tensor]:
@@ -112,8 +127,41 @@ def random_tokens(vocab: int, length: int, step: int, rows: range) -> tuple[Tens
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
+def masked_tokens(
+    vocab: int, length: int, types: int, classes: int, step: int, rows: range
+) -> tuple[Any, Any]:
+    """Return random tokens of which a share `MASKED` is to be found, and these as targets, int64 [len(rows), length].
+
+    A masked token is the last one of the vocabulary; other tokens have the target NO_TARGET. At least one token of a
+    row is masked. With `types` the inputs are (tokens, types), where a row is cut into as many equal sentences; with
+    `classes` the targets are (tokens, class of each row). Rows are full: nothing is padded.
+    """
+    drawn, _ = random_tokens(vocab, length, step, rows)
+    masked = torch.empty(len(rows), length)
+    chosen = torch.empty(len(rows), dtype=torch.int64)
+    generator = torch.Generator()
+    for k, row in enumerate(rows):
+        generator.manual_seed(-1 - SEED_STRIDE * step - row)  # other numbers than the tokens'
+        masked[k].uniform_(generator=generator)
+        chosen[k].random_(0, max(classes, 1), generator=generator)
+    masked[:, -1] = 0
+    tokens = drawn.masked_fill(masked < MASKED, vocab - 1)
+    targets = drawn.masked_fill(masked >= MASKED, NO_TARGET)
+    sentences = (torch.arange(length) * types // length).expand(len(rows), -1).contiguous()
+    return (
+        (tokens, sentences) if types else tokens,
+        (targets, chosen) if classes else targets,
+    )
+
+
+def with_classes(output: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the mean over all tokens that have a target, plus the mean over rows of the loss of their classes."""
+    (logits, classes), (tokens, chosen) = output, targets
+    return cross_entropy(logits, tokens) + F.cross_entropy(classes, chosen)
+
+
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean over all tokens: logits [rows, T, vocab], targets [rows, T]."""
+    """Return the mean over all tokens but the ones of NO_TARGET: logits [rows, T, vocab], targets [rows, T]."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

@@ -224,6 +224,8 @@ def vocabulary(foreign: Foreign) -> int:
 
 KNOWN = {
     "GPT2BPETokenizer": 50257,
+    "BertWordPieceLowerCase": 30522,
+    "BertWordPieceCase": 28996,
     "Llama2Tokenizer": 32000,
     "TikTokenizer": 131072,
     "vocab.json": 50257,
@@ -242,5 +244,8 @@ def tokens_of(foreign: Foreign) -> int | None:
         known = KNOWN.get(str(foreign.get(name, "")).rpartition("/")[2])
         if known:
             return known
-    merges = foreign.get("merge-file") is not None
-    return KNOWN["GPT2BPETokenizer"] if merges and not foreign.get("tokenizer-type") else None
+    if foreign.get("tokenizer-type"):
+        return None
+    if str(foreign.get("vocab-file", "")).rpartition("/")[2] == "vocab.txt":
+        return KNOWN["BertWordPieceLowerCase"]  # the default of pretrain_bert.py
+    return KNOWN["GPT2BPETokenizer"] if foreign.get("merge-file") is not None else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from piper_interop.megatron.describe import PP_FIRST, WHOLE_MB
+from piper_interop.megatron.describe import PIECES, PP_FIRST, WHOLE_MB
 from piper_interop.megatron.export_sizes import write_sizes
 from piper_interop.megatron.exported import WrittenOptions
 from piper_interop.megatron.sizes import parts_of, policy_of
@@ -50,8 +50,14 @@ def export(described: JobDescription) -> Exported:
     _offload(described, options)
     options.add("clip-grad", described.clip_norm or 0.0)
     options.add("lr", described.lr)
-    for name, value in (("mock-data", True), ("train-iters", 100), ("eval-iters", 0)):
+    for name, value in (("train-iters", 100), ("eval-iters", 0)):
         options.add(name, value)
+    if described.sizes.fields.get("causal", True):
+        options.add("mock-data")
+    else:
+        options.near(
+            "random tokens", "sentences of --data-path; pretrain_bert.py has no --mock-data"
+        )
     text = options.text(described.name)
     return Exported({FILE: text}, (*options.notes, _start(described)))
 
@@ -61,7 +67,10 @@ def _start(described: JobDescription) -> str:
     plan = described.layout
     alone = plan.zero < 2 and plan.tp * plan.cp > 1
     connections = "CUDA_DEVICE_MAX_CONNECTIONS=1 " if alone else ""
-    return f"start it on {plan.devices} devices: {connections}torchrun ... pretrain_gpt.py $(cat {FILE})"
+    program = (
+        "pretrain_gpt.py" if described.sizes.fields.get("causal", True) else "pretrain_bert.py"
+    )
+    return f"start it on {plan.devices} devices: {connections}torchrun ... {program} $(cat {FILE})"
 
 
 def _precision(described: JobDescription, options: WrittenOptions) -> None:
@@ -142,6 +151,9 @@ def _shared(described: JobDescription, options: WrittenOptions) -> None:
     elif plan.order:
         options.near(f"order={plan.order!r}", f"{PP_FIRST}, or the usual order")
     options.add("sequence-parallel", plan.sequence and plan.tp > 1)
+    options.add("tp-comm-overlap", plan.pieces > 1)
+    if plan.pieces not in (1, PIECES):
+        options.near(f"pieces={plan.pieces}", f"{PIECES} pieces, or the devices of a ring")
     if plan.tp > 1 and "experts" in fields and not plan.sequence:
         options.refuse(
             "experts with tp and whole tokens", "sequence=True with a capacity_factor, or tp=1"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from piper_interop.megatron.exported import WrittenOptions
-from piper_interop.megatron.sizes import DEFAULTS, EXPERT_DEFAULTS
+from piper_interop.megatron.sizes import DEFAULTS, EXPERT_DEFAULTS, encoder_fields
 from piper_interop.neutral.described import ModelSizes
 
 _ACTIVATIONS = {
@@ -16,7 +16,7 @@ _ACTIVATIONS = {
     ("gelu", False): None,
 }
 _ELSEWHERE: dict[str, Any] = {
-    "norm_bias": True, "embedding_norm": False, "norms": "before", "parallel": False, "head_bias": False,
+    "norm_bias": True, "embedding_norm": False, "norms": "before", "parallel": False,
     "qk_norm_over": "head",
 }  # fmt: skip
 """The fields that Megatron's models have at one value alone."""
@@ -35,6 +35,7 @@ def write_sizes(sizes: ModelSizes, length: int, tp: int, options: WrittenOptions
     for name, only in _ELSEWHERE.items():
         if fields.get(name, only) != only:
             options.refuse(f"{name}={fields[name]!r}", f"{name}={only!r}")
+    _encoder(fields, options)
     options.add("num-layers", fields["layers"])
     options.add("hidden-size", fields["width"])
     options.add("ffn-hidden-size", fields["hidden"])
@@ -54,10 +55,27 @@ def write_sizes(sizes: ModelSizes, length: int, tp: int, options: WrittenOptions
         options.add("mtp-loss-scaling-factor", fields["mtp_weight"])
 
 
+def _encoder(fields: dict[str, Any], options: WrittenOptions) -> None:
+    """Say an encoder by the options of pretrain_bert.py; refuse parts that it has and decoders have not."""
+    encoded, binary = not fields["causal"], bool(fields["pooled_classes"])
+    made = encoder_fields(encoded=encoded, binary=binary)
+    made |= (
+        {"positions": "learned", "sinks": False, "latent": None, "experts": None} if encoded else {}
+    )
+    for name, only in made.items():
+        if fields[name] != only:
+            options.refuse(f"{name}={fields[name]!r} with causal={not encoded}", f"{name}={only!r}")
+    options.add("bert-no-binary-head", encoded and not binary)
+
+
 def _vocabulary(fields: dict[str, Any], tp: int, options: WrittenOptions) -> None:
-    options.add("tokenizer-type", "NullTokenizer")
-    options.add("vocab-size", fields["vocab"])
-    options.add("make-vocab-size-divisible-by", 1)
+    if fields["causal"]:
+        options.add("tokenizer-type", "NullTokenizer")
+        options.add("vocab-size", fields["vocab"])
+        options.add("make-vocab-size-divisible-by", 1)
+    else:
+        options.add("tokenizer-type", "BertWordPieceLowerCase")
+        options.add("padded-vocab-size", fields["vocab"])
     if fields["vocab"] % tp:
         options.near(f"vocab={fields['vocab']}", f"Megatron fills it up to a multiple of tp={tp}")
 

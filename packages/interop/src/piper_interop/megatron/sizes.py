@@ -8,7 +8,14 @@ from collections.abc import Collection
 from typing import Any
 
 from piper_interop.megatron.degrees import further, layers, vocabulary
-from piper_interop.megatron.table_model import DISCARDING, clamp, latent, mixture, written_out
+from piper_interop.megatron.table_model import (
+    DISCARDING,
+    clamp,
+    encoder,
+    latent,
+    mixture,
+    written_out,
+)
 from piper_interop.neutral.described import ModelSizes
 from piper_interop.neutral.foreign import Foreign
 from piper_ir.ground.errors import JobError
@@ -19,6 +26,7 @@ DEFAULTS: dict[str, Any] = {
     "attention_bias": "none", "mlp_bias": False, "positions": "rotary", "theta": 500_000.0, "rotary_part": 1.0,
     "qk_norm": False, "window": None, "window_every": 1, "sinks": False, "tied": False, "dropout": 0.0,
     "attention": "fused", "latent": None, "experts": None, "dense_layers": 0, "mtp": 0, "mtp_weight": 0.3,
+    "head_bias": False, "causal": True, "token_types": 0, "head_transform": False, "pooled_classes": 0,
 }  # fmt: skip
 EXPERT_DEFAULTS: dict[str, Any] = {
     "capacity_factor": None, "shared_hidden": 0, "shared_gate": False, "score": "softmax", "normalized": True,
@@ -51,10 +59,25 @@ def sizes(foreign: Foreign) -> ModelSizes:
             "mtp": further(foreign),
             "mtp_weight": foreign["mtp-loss-scaling-factor"] if further(foreign) else 0.3,
         }
+        | encoder_fields(encoded=encoder(foreign), binary=not foreign["bert-no-binary-head"])
     )
     return ModelSizes(
         fields | {name: more[name] for name in DEFAULTS if more[name] != DEFAULTS[name]}
     )
+
+
+def encoder_fields(*, encoded: bool, binary: bool) -> dict[str, Any]:
+    """Return the fields that an encoder of pretrain_bert.py has at other values than a decoder.
+
+    `binary` says whether a second head tells whether two sentences follow each other.
+    """
+    return {
+        "causal": not encoded,
+        "head_transform": encoded,
+        "head_bias": encoded,
+        "token_types": 2 if encoded and binary else 0,
+        "pooled_classes": 2 if encoded and binary else 0,
+    }
 
 
 def length(foreign: Foreign) -> int:
@@ -226,6 +249,8 @@ def _positions(foreign: Foreign) -> dict[str, Any]:
 
 
 def _kind(foreign: Foreign) -> str:
+    if encoder(foreign):
+        return "learned"  # pretrain_bert.py passes no other kind on
     if foreign["use-rotary-position-embeddings"] or latent(foreign):
         return "rotary"
     return _POSITIONS.get(foreign["position-embedding-type"], "rotary")

@@ -28,7 +28,7 @@ ASIDE: OptionTable = {
             "phase-transition-iterations", "dataloader-*", "no-mmap-bin-files", "sample-rate", "mask-prob",
             "short-seq-prob", "num-workers", "reset-position-ids", "eod-mask-loss",
             "no-create-attention-mask-in-dataloader", "num-dataset-builder-threads", "object-storage-cache-path",
-            "mid-level-dataset-surplus", "allow-ambiguous-pad-tokens", "fim-*", "vocab-extra-ids", "tokenizer-*",
+            "mid-level-dataset-surplus", "allow-ambiguous-pad-tokens", "fim-*", "tokenizer-*",
             "*-tokenizer-sentencepiece-*", "tiktoken-*", "trust-remote-code", "null-tokenizer-*", "chat-template",
             "use-gigatoken", "sft-*",
         ),

@@ -14,6 +14,14 @@ def mixture(foreign: Foreign) -> bool:
     return bool(foreign["num-experts"])
 
 
+def encoder(foreign: Foreign) -> bool:
+    """Return whether the model is pretrain_bert.py's: by the program, or by word pieces where nobody says a program."""
+    program = foreign.get("program", "")
+    pieces = str(foreign.get("tokenizer-type", "")).startswith("Bert")
+    pieces = pieces or str(foreign.get("vocab-file", "")).endswith(".txt")
+    return bool(program == "pretrain_bert.py" or (not program and pieces))
+
+
 def exchanged(foreign: Foreign) -> bool:
     """Return whether devices share the experts of a dropless mixture."""
     several = foreign["expert-model-parallel-size"] > 1
@@ -66,6 +74,14 @@ def _differ(foreign: Foreign) -> bool:
     return bool(foreign["attention-dropout"] != foreign["hidden-dropout"])
 
 
+_OF_DECODERS = Unsupported(
+    "a part of decoders in an encoder (BERT)",
+    "leave it out with --set",
+    unless=(None, 0, False),
+    when=encoder,
+)
+_T5 = "an encoder and a decoder (T5)"
+
 MODEL: OptionTable = {
     # sizes
     "num-layers": Mapped("layers"),
@@ -86,25 +102,17 @@ MODEL: OptionTable = {
     "disable-pad-vocab-size": Mapped("vocab"),
     "tokenizer-type": (
         Unsupported(
-            "an encoder with word pieces (BERT, T5)",
-            "take a decoder; --skip-unknown does not help",
-            when=lambda foreign: foreign["tokenizer-type"].startswith("Bert"),
-        ),
-        Unsupported(
             "a model of pictures and text",
             "import its language model alone",
             when=lambda foreign: "Multimodal" in foreign["tokenizer-type"],
         ),
-        Mapped("vocab, where it is that of a public tokenizer"),
+        Mapped("vocab, where it is that of a public tokenizer; causal, with word pieces"),
     ),
     "tokenizer-model": Mapped("vocab, where it is a public tokenizer"),
-    "vocab-file": (
-        Unsupported(
-            "an encoder with word pieces (BERT, T5)",
-            "take a decoder",
-            when=lambda foreign: foreign["vocab-file"].endswith(".txt"),
-        ),
-        Mapped("vocab, where it is that of a public tokenizer"),
+    "vocab-file": Mapped("vocab, where it is that of a public tokenizer; causal, with word pieces (.txt)"),
+    "vocab-extra-ids": (
+        Unsupported(_T5, "take a decoder, or an encoder (BERT)", unless=(0,), when=encoder),
+        Ignored("data, which a step waits for only if it is late"),
     ),
     "merge-file": Mapped("vocab: pairs of bytes as GPT-2's, with 50,257 tokens"),
     "untie-embeddings-and-output-weights": Mapped("tied"),
@@ -182,7 +190,7 @@ MODEL: OptionTable = {
         ),
         Mapped("sinks"),
     ),
-    "window-size": Mapped("window"),
+    "window-size": (_OF_DECODERS, Mapped("window")),
     "window-attn-skip-freq": Mapped("window_every"),
     "hidden-dropout": (
         Nearest(
@@ -216,7 +224,7 @@ MODEL: OptionTable = {
         unless=(None, ["local"]),
     ),
     # latent attention
-    "multi-latent-attention": Mapped("latent"),
+    "multi-latent-attention": (_OF_DECODERS, Mapped("latent")),
     "q-lora-rank": Mapped("latent.q_rank"),
     "kv-lora-rank": Mapped("latent.kv_rank"),
     "qk-head-dim": Mapped("latent.nope_dim"),
@@ -225,7 +233,7 @@ MODEL: OptionTable = {
     "cache-mla-latents": Ignored("a part of inference"),
     "mla-down-proj-fusion": Ignored("clusters say how fast products are"),
     # mixtures
-    "num-experts": Mapped("experts.number"),
+    "num-experts": (_OF_DECODERS, Mapped("experts.number")),
     "moe-ffn-hidden-size": Mapped("experts.hidden; --ffn-hidden-size without it"),
     "moe-router-topk": Mapped("experts.top_k"),
     "moe-layer-freq": Mapped("dense_layers"),
@@ -284,13 +292,13 @@ MODEL: OptionTable = {
     "moe-paged-stash-*": Ignored("a part of --moe-paged-stash"),
     "moe-routing-trace-*": Ignored("a record, no part of a step"),
     # models that are no decoders of equal layers
-    "mtp-num-layers": Mapped("mtp"),
+    "mtp-num-layers": (_OF_DECODERS, Mapped("mtp")),
     "mtp-loss-scaling-factor": Mapped("mtp_weight"),
     "mtp-use-repeated-layer": Nearest("a layer of its own for each further token", MORE),
     "mtp-*": Ignored("a part of --mtp-num-layers"),
-    "decoder-num-layers": Unsupported("an encoder and a decoder (T5)", "take a decoder"),
-    "decoder-seq-length": Ignored("a part of --decoder-num-layers"),
-    "bert-no-binary-head": Unsupported("an encoder (BERT)", "take a decoder"),
+    "decoder-num-layers": Unsupported(_T5, "take a decoder, or an encoder (BERT)"),
+    "decoder-seq-length": Unsupported(_T5, "take a decoder, or an encoder (BERT)"),
+    "bert-no-binary-head": Mapped("token_types and pooled_classes"),
     "hybrid-layer-pattern": Unsupported("layers of several kinds, such as Mamba's", "take a transformer"),
     "hybrid-override-pattern": Unsupported("layers of several kinds, such as Mamba's", "take a transformer"),
     "is-hybrid-model": Unsupported("layers of several kinds, such as Mamba's", "take a transformer"),
@@ -310,8 +318,8 @@ MODEL: OptionTable = {
     "freeze-all-layers": Unsupported("a model whose layers do not train", "leave it out with --set"),
     "program": Unsupported(
         "the model of this program",
-        "take pretrain_gpt.py, whose options make a decoder",
-        unless=("", "pretrain_gpt.py", "finetune_gpt.py", "train.py"),
+        "take pretrain_gpt.py or pretrain_bert.py, whose options make a decoder or an encoder",
+        unless=("", "pretrain_gpt.py", "pretrain_bert.py", "finetune_gpt.py", "train.py"),
     ),
     # first weights, and formulas of as many operations
     "use-mup": Ignored("it scales the first weights and the learning rates"),

@@ -160,6 +160,7 @@ SWITCHES = (
     "moe-router-pre-softmax",
     "moe-shared-expert-gate",
     "sequence-parallel",
+    "tp-comm-overlap",
     "account-for-embedding-in-pipeline-split",
     "account-for-loss-in-pipeline-split",
     "use-distributed-optimizer",
@@ -177,6 +178,7 @@ SWITCHES = (
     "recompute-activations",
     "decrease-batch-size-if-needed",
     "cross-entropy-loss-fusion",
+    "bert-no-binary-head",
     "use-tp-pp-dp-mapping",
 )
 """The options without a value; each is off unless it is given."""

@@ -87,6 +87,8 @@ def _lacking(described: JobDescription) -> Iterator[str]:
         yield "stages without a module; the nearest gives each stage a layer"
     if described.sizes.fields.get("mtp"):
         yield "blocks that predict further tokens; the nearest is mtp=0"
+    if not described.sizes.fields.get("causal", True):
+        yield "an encoder; torchtitan has decoders"
     if described.float8 is not None and described.float8.recipe not in CONVERTERS:
         yield f"float8 by the recipe {described.float8.recipe}; the nearest is rowwise"
     if described.reduce != "float32":
@@ -116,7 +118,9 @@ def _options(described: JobDescription) -> Iterator[tuple[str, object]]:
     yield "parallelism.expert_parallel_degree", layout.ep
     if layout.zero == 3:
         yield "parallelism.fsdp_reshard_after_forward", "always" if layout.reshard else "never"
-    yield "compile.enable", described.stack == "inductor"
+    yield "compile.enable", described.stack == "inductor" or layout.pieces > 1
+    if layout.pieces > 1:
+        yield "compile.enable_async_tensor_parallel", True
     if described.loss_tiles > 1:
         yield "loss.num_chunks", described.loss_tiles
     if layout.pp > 1:
@@ -155,6 +159,8 @@ def _notes(described: JobDescription) -> Iterator[str]:
         yield f"the recipe of the model needs {CONVERTERS[float8.recipe]} among its converters{leaves_out}"
     if not described.layout.overlap:
         yield "FSDP runs its messages beside compute"
+    if described.layout.pieces > 1:
+        yield "asynchronous tensor parallelism needs compile, and cuts products into as many pieces as devices"
     if described.layout.order:
         yield "torchtitan's mesh has stages outermost"
     if described.layout.whole_mb:
