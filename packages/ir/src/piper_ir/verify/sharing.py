@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache, partial
 
 from piper_ir.ground.sizes import bind
 from piper_ir.plan.plan import COMPUTE, Bucket, Channel, Plan, RolePlan, inside_channel
@@ -44,11 +43,12 @@ def _check_inside(findings: Findings, params: Mapping[str, Param]) -> None:
     """Check R36."""
     plan = findings.plan
     known: dict[tuple[str, str], tuple[str, Meetings]] = {}
-    collective_problem = cache(partial(_collective_problem, plan))  # layers have equal ones
+    problems: dict[int, list[str]] = {}  # by identity: equal layers share signatures
     for chunk in (*plan.chunks, *plan.variants):
         for step, sig in chunk.steps.items():
-            problems = filter(None, map(collective_problem, sig.collectives))
-            for problem in (*problems, *_overlap_problems(sig)):
+            if id(sig) not in problems:
+                problems[id(sig)] = list(_signature_problems(plan, sig))
+            for problem in problems[id(sig)]:
                 findings.add("R36-inside", f"{step} of chunk {chunk.variant} {problem}")
         for problem in (*_step_problems(plan, chunk, params), *_alike_problems(chunk, known)):
             findings.add("R36-inside", problem)
@@ -146,6 +146,12 @@ def _collective_problem(plan: Plan, one: StepCollective) -> str:
             f"has an {one.kind} of {one.nbytes} bytes, which {degree} devices cannot share equally"
         )
     return ""
+
+
+def _signature_problems(plan: Plan, sig: Signature) -> Iterator[str]:
+    yield from filter(None, [_collective_problem(plan, one) for one in sig.collectives])
+    if sig.overlaps:
+        yield from _overlap_problems(sig)
 
 
 def _overlap_problems(sig: Signature) -> Iterator[str]:
