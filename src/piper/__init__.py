@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers, which do not 
     from piper_compiler import Options as Options
     from piper_compiler import Strategy as Strategy
     from piper_compiler import directive as directive
+    from piper_compiler import eager as eager
     from piper_compiler import fail as fail
     from piper_compiler import load_strategy as load_strategy
     from piper_compiler import offload as offload
@@ -126,6 +127,7 @@ _HOME = {
     "overlap": "piper_compiler",
     "stream": "piper_compiler",
     "tile_loss": "piper_compiler",
+    "eager": "piper_compiler",
     "recipes": "piper_compiler",
     "directive": "piper_compiler",
     "site_field": "piper_compiler",

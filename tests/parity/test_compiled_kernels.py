@@ -13,11 +13,11 @@ import pytest
 
 import piper
 from piper.views.explained.explain import explain
-from piper_ir.ground.errors import CompileError
+from piper_ir.ground.errors import CompileError, DirectiveError
 from piper_ir.program.ops import Compute
 from piper_ops.inductor import _torch_inductor, fusions
 from tests.helpers import composition_cover as covers
-from tests.helpers import compositions, memory_judge
+from tests.helpers import compositions, memory_judge, parity
 from tests.helpers.compositions import Composition
 from tests.helpers.judged import judge
 
@@ -61,6 +61,59 @@ def test_a_whole_backward_is_one_graph_that_draws_what_its_forward_drew() -> Non
         ("B", "all"),
     }
     judge(c)
+
+
+def fused(compiled: piper.Compiled) -> dict[tuple[str, str], bool]:
+    """Return whether the code of each step that runs has compiled groups, by the first coordinate of its chunk."""
+    found: dict[tuple[str, str], bool] = {}
+    assert compiled.code is not None
+    for _, _, instr in compiled.plan.instructions():
+        for op in (part.op for part in instr.parts if isinstance(part.op, Compute)):
+            chunk = compiled.plan.chunk(op.variant)
+            source = compiled.code.get(chunk.code, compiled.plan.rows)[op.step].source
+            found[str(chunk.coords.get("layer", chunk.id)), op.step] = "FUSION" in source
+    return found
+
+
+def test_chunks_may_keep_the_operations_of_torch() -> None:
+    """Layers of equal code run one by one and compiled in one plan, in training and evaluation, with exact memory."""
+    c = Composition("gpt", rows=2, microbatches=2, kernels="inductor")
+    job = compositions.job_of(c)
+    job = replace(job, eval_data=job.batch, eval_every=2, eval_batches=1)
+    strategy = piper.Strategy(
+        piper.Mesh(pp=1),
+        (piper.split(piper.where(), microbatches=2), piper.eager(piper.where(layer=1))),
+    )
+    compiled = piper.compile(job, strategy, options=piper.Options(kernels="inductor"))
+    found = fused(compiled)
+    assert {step for layer, step in found if layer == "1"} == {"F", "I", "W"}
+    assert not any(found["1", step] for step in ("F", "I", "W"))
+    assert found["0", "F"] and found["0", "B"] and found["2", "B"], found
+    text = explain(compiled)
+    assert "it is steps for 1 chunks: eager: torch runs each operation" in text
+    evaluated = compiled.evaluation
+    assert evaluated is not None and evaluated.code is not None
+    ran = {
+        str(chunk.coords.get("layer", "")): "FUSION"
+        in evaluated.code.get(chunk.code, evaluated.plan.rows)["F"].source
+        for chunk in (*evaluated.plan.chunks, *evaluated.plan.variants)
+    }
+    assert ran["0"] and not ran["1"]
+    run = compositions.run(c, compiled, memory=True)
+    parity.assert_parity(run, compositions.expected(c), parity.FLOAT64)
+    assert not memory_judge.lies(compiled.plan, dict(run.memory))
+
+
+def test_chunks_are_eager_as_a_whole_and_of_a_captured_model() -> None:
+    job = compositions.job_of(Composition("gpt", microbatches=2))
+    for where, found in ((piper.where(layer=1, phase="B"), "phase"), (piper.where(mb=0), "mb")):
+        with pytest.raises(
+            DirectiveError, match=rf"leave {found} out of where \[eager condition 1\]"
+        ):
+            piper.compile(job, piper.Strategy(piper.Mesh(pp=1), (piper.eager(where),)))
+    program = piper.synthetic(stages=1, F=1.0, I=1.0, W=1.0)
+    with pytest.raises(DirectiveError, match=r"no captured model.* \[eager condition 2\]"):
+        piper.compile(program, piper.Strategy(piper.Mesh(pp=1), (piper.eager(piper.where()),)))
 
 
 def test_an_evaluation_has_compiled_forwards() -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 
 from packages.ir.tests.plans_for_tests import good_plan
-from piper_ir.plan.plan import COMPUTE, Instr, Part, Plan, RolePlan
+from piper_ir.plan.plan import COMPUTE, Instr, Part, Plan
 from piper_ir.program.ops import Collective
 from piper_ir.verify import values as verify_values
-from piper_ir.verify.happens_before import HappensBefore
+from piper_ir.verify.columns import AllBefore, HappensBefore, PlanColumns
 from piper_ir.verify.rules import Findings, Violation
-from piper_ir.verify.settled import settled_values
+from piper_ir.verify.settled import unsettled
 from piper_ir.verify.values import check_values
 from tests.helpers import compositions
 from tests.helpers.compositions import Composition
@@ -124,20 +124,14 @@ def test_broken_plans_are_found_alike(
     assert quick[0] == [] and sum(map(bool, quick)) > seeds // 2
     assert len({v.rule for found in quick for v in found}) >= 5, "R11 to R16, R29"
 
-    def one_by_one(
-        roles: Sequence[RolePlan], orders: Mapping[str, HappensBefore]
-    ) -> dict[str, tuple[set[str], set[str]]]:
-        return {
-            name: (set(), good | others)
-            for name, (good, others) in settled_values(roles, orders).items()
-        }
+    def one_by_one(columns: PlanColumns, order: AllBefore) -> list[int]:
+        return list(range(columns.count))
 
-    monkeypatch.setattr(verify_values, "settled_values", one_by_one)
+    monkeypatch.setattr(verify_values, "unsettled", one_by_one)
     assert [violations(plan) for plan in plans] == quick
 
 
 def test_all_values_of_a_good_plan_are_settled() -> None:
     plan = sharded_plan()
-    found = settled_values(plan.roles, {role.role: HappensBefore(role) for role in plan.roles})
-    assert sum(len(good) for good, _ in found.values()) == len(plan.values)
-    assert not any(others for _, others in found.values())
+    order = AllBefore([HappensBefore(role) for role in plan.roles])
+    assert unsettled(PlanColumns(plan), order) == []

@@ -97,6 +97,8 @@ def test_a_model_of_other_parameters_is_not_written(tmp_path: Path) -> None:
 def test_devices_are_whole_nodes(source: Path) -> None:
     done = piper("plan", f"torchtitan:{source}", "--gpus", 12)
     assert done.exit_code == 2 and "--gpus 12: nodes of h100x8 have 8 devices" in done.stderr
+    done = piper("plan", f"torchtitan:{source}", "--gpus", 16, "--cluster", "h100x8*4")
+    assert done.exit_code == 2 and "--gpus 16: h100x8*4 has 32 devices" in done.stderr
 
 
 def test_a_system_that_is_not_known() -> None:

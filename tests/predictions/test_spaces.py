@@ -123,6 +123,26 @@ def test_a_search_begins_with_what_is_published_and_with_each_mesh_in_little_mem
         assert {s["zero"] for s in made.starts if s["pp"] > 1 and s["keep"] == "inputs"} == {zero}
 
 
+def test_a_search_begins_with_meshes_that_keep_as_much_as_has_room() -> None:
+    """For each size of tp; with a memory in between a policy in between, and with none the one that holds least."""
+    space = piper.space(llama(), CLUSTER)
+
+    def kept(memory_bytes: float) -> list[set[str]]:
+        """The policies of the first candidates beside the published ones, for each size of tp."""
+        made = replace(space, scale=replace(space.scale, memory_bytes=memory_bytes))
+        published = [p for least in made.starts for p in made._published([least])]
+        return [
+            {s["keep"] for s in made.starts if s["tp"] == tp and s not in published}
+            for tp in space.sizes["tp"]
+        ]
+
+    whole = {"tp": 2, "cp": 1, "pp": 1, "zero": 1, "keep": "all"}
+    assert any(whole.items() <= start.items() for start in space.starts)
+    assert all("all" in policies for policies in kept(1e12))
+    assert all(policies == {"inputs"} for policies in kept(1e3))
+    assert any("products" in policies or "attention" in policies for policies in kept(2e6))
+
+
 def test_a_slow_layout_is_rejected_by_a_trace_at_its_own_rows() -> None:
     cluster = load_cluster(CLUSTER)
     problem, more = problem_of(llama(), Conditions(cluster))

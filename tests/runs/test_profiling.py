@@ -99,6 +99,31 @@ def test_every_step_of_every_code_is_measured_at_all_rows(costs: Costs) -> None:
     assert {s.chunk for s in costs.steps} <= {c.id for c in plan.chunks}
 
 
+@pytest.mark.long
+def test_compiled_steps_are_measured_as_they_run(pool: Pool) -> None:
+    """A whole backward is one step, B; steps that only a whole strategy has are refused by name."""
+    where = piper.where
+    strategy = piper.Strategy(PIPELINE.mesh, (*PIPELINE.directives, piper.eager(where(stage=0))))
+    costs = profile(JOB, strategy, rows=[4], repeats=1, pool=pool, kernels="inductor")
+    plan = compile(JOB, strategy, options=piper.Options(kernels="inductor")).plan
+    ran = {
+        (plan.chunk(op.chunk).code, op.step)
+        for role in plan.roles
+        for op in role.table.ops
+        if isinstance(op, Compute)
+    }
+    assert {step for _, step in ran} == {"F", "I", "W", "B"}, (
+        "the first stage runs its steps one by one"
+    )
+    assert ran <= {(s.code, s.step) for s in costs.steps}
+    assert all(s.duration.seconds > 0 for s in costs.steps)
+    assert simulate(plan, cpu_local(), costs=costs).step_s > 0
+    halves = piper.split(where(), microbatches=2), piper.split_backward(where())
+    split = piper.Strategy(piper.Mesh(dp=2), (*halves, *piper.recipes.data_parallel()))
+    with pytest.raises(JobError, match=r"kernels='inductor'.*steps I and W.*split_backward"):
+        profile(JOB, split, rows=[4], repeats=1, pool=pool, kernels="inductor")
+
+
 def test_messages_of_the_plan_and_a_grid_up_to_the_gradient_are_measured(costs: Costs) -> None:
     plan = compile(JOB, PIPELINE).plan
     traffic = PlanBytes(plan)

@@ -39,7 +39,7 @@ from piper_ir.ground.sizes import Affine, TensorSpec
 from piper_ir.plan.plan import Instr, Plan, State
 from piper_ir.program.ops import Collective, Compute, Recv
 from piper_ir.verify import RULES, check, verify
-from piper_ir.verify.values import HappensBefore
+from piper_ir.verify.columns import HappensBefore
 
 GOOD = good_plan()
 breaks = Breaks(GOOD)

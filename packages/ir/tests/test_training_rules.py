@@ -200,7 +200,7 @@ def test_a_buffer_is_read_after_its_update_of_the_microbatch_before() -> None:
         findings = Findings(replace(GOOD, chunks=chunks))
         role = GOOD.roles[0]
         verify_training._check_buffers(
-            findings, {(c, mb, "F"): [(role, (at, 0))] for (c, mb), at in places.items()}
+            findings, lambda chunk, mb, step: [(role, (places[chunk, mb], 0))]
         )
         return [v.message for v in findings.violations]
 

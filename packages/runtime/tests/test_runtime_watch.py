@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ from piper_runtime.launch.ground.protocol import Failure
 from piper_runtime.launch.ground.report import RankReport, StepDone, StepRecord, aligned
 from piper_runtime.launch.ground.watch import Watch
 from piper_runtime.launch.processes.processes import _Team
+from piper_runtime.rank.values import code
 
 
 def done(step: int, finished: float, loss: float = 1.0) -> StepDone:
@@ -206,6 +208,46 @@ def test_a_hang_shows_the_last_instructions_of_every_rank() -> None:
         f"  in flight with rank 0: {receive} ({program[receive].name}" in one
         and "  waits for " in one
     )
+
+
+@pytest.mark.parametrize("shows", [True, False])
+def test_a_rank_that_compiles_for_longer_than_the_time_out_is_not_hung(
+    shows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: without signs of progress it is."""
+    beats = heart(phase=LOADING)
+    watched = watch([], beats, beats)
+    ended = threading.Event()
+
+    def slow(source: str, specs: object, device: object) -> Callable[[list[Any]], list[Any]]:
+        ended.wait(20 * watched.timeout_s)
+        return lambda args: args
+
+    def progress() -> None:
+        beats[ISSUED] += 1
+
+    monkeypatch.setattr(code, "compiled_fusion", slow)
+    monkeypatch.setattr(code, "PROGRESS_S", watched.timeout_s / 10)
+    monkeypatch.setattr(piper_runtime.launch.ground.watch, "STARTUP_S", watched.timeout_s)
+    source = "add = FUSION('', ())\n\n\ndef step(args):\n    return add(args)\n"
+    steps = code.LoadedSteps(
+        {"chunk": {"F": code.ShippedCode(source)}}, progress=progress if shows else None
+    )
+
+    def load() -> None:
+        steps("chunk", "F")
+        watched.team.says.extend([(0, "answer"), (1, "answer")])
+
+    rank = threading.Thread(target=load)
+    rank.start()
+    progress_of_run = Progress(watched.plan, None)
+    if shows:
+        assert watched.collect(progress_of_run) == {0: "answer", 1: "answer"}
+    else:
+        with pytest.raises(HangError, match="was loading the plan"):
+            watched.collect(progress_of_run)
+    ended.set()
+    rank.join()
 
 
 def test_a_hang_while_loading_is_said_as_it_is() -> None:

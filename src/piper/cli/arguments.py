@@ -120,6 +120,7 @@ class ProfileArguments:
     rows: flags.RowsOption = None
     keep: flags.KeepOption = None
     repeats: flags.RepeatsOption = 7
+    kernels: flags.KernelsOption = "eager"
     out: flags.CostsOutOption = Path("costs.json")
     as_json: flags.AsJsonOption = False
 

@@ -111,7 +111,7 @@ def compiled(request: CompileRequest) -> Lowered:
             )
         if request.at_rows is not None:
             alone = request.evaluates
-            runs = forwards_run(graph.program) if alone else steps_run(graph)
+            runs = forwards_run(graph) if alone else steps_run(graph)
             exact = request.at_rows(rows, runs)
             if exact is not request.program:
                 graph = directed(request, exact)

@@ -39,14 +39,16 @@ def steps_of(chunk: Chunk, step: Step, apart: bool = False) -> tuple[Step, ...]:
 
 
 def steps_run(graph: Graph) -> dict[str, set[Step]]:
-    """Return the steps that the nodes of a graph run, by the names of the chunks' variants.
+    """Return the steps that the nodes of a graph run in compiled groups, by the names of the chunks' variants.
 
-    A backward whose R is a node of its own runs I and W; any other one of phase B runs B.
+    Chunks whose operations torch runs one by one (`Graph.eager`) are left out. A backward whose R is a node of its own
+    runs I and W; any other one of phase B runs B.
     """
     runs: dict[str, set[Step]] = {}
+    eager = set(graph.eager)
     for node in graph.sequence:
         op = node.op
-        if isinstance(op, Compute):
+        if isinstance(op, Compute) and op.chunk not in eager:
             apart = op.step == "B" and op.apart
             runs.setdefault(op.variant, set()).update(BACKWARD if apart else (op.step,))
     for steps in runs.values():

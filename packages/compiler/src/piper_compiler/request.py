@@ -98,7 +98,7 @@ def kernel_source(name: str) -> KernelSource:
 
 
 ProgramAt = Callable[[int, Mapping[str, Collection[Step]]], Program]
-"""The program for a number of rows, for a graph that runs these steps of chunks, by the names of their variants."""
+"""The program for a number of rows, for a graph that runs these steps of chunks in compiled groups, by variant."""
 
 
 @dataclass(frozen=True)

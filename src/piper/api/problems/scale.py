@@ -28,8 +28,10 @@ SHORT = 0.7
 """The part of a device's memory beyond which it counts as short."""
 FULL = 0.5
 """The part of a device's memory that states may fill in the first candidate of a mesh with stages."""
-FLOPS = 8
-"""The FLOPs of a parameter and token: 2 forward, 2 again, 4 backward."""
+ROOM = 0.85
+"""The part of a device's memory that a first candidate may fill which keeps as much as has room."""
+FLOPS = {"all": 6.0, "products": 6.3, "attention": 7.6, "inputs": 8.0}
+"""The FLOPs of a parameter and token by policy: 2 forward, 4 backward, and up to 2 that are made again."""
 GATHERED_BYTES = 8
 """The bytes of messages of a parameter in a microbatch with zero=3: twice gathered in 2 bytes, its gradient in 4."""
 UPDATED_BYTES = 6
@@ -106,6 +108,7 @@ class Scale:
         keep: str,
         flying: float,
         tiles: int,
+        whole: bool = False,
     ) -> float:
         """Return the bytes of a device, roughly: states, kept tensors, and one layer made again or the logits.
 
@@ -117,9 +120,11 @@ class Scale:
             keep: the policy of recomputation.
             flying: the share of the most microbatches that are in flight at once.
             tiles: of the loss.
+            whole: whether parameters and gradients are whole, and only the optimizer's states shared.
         """
         tokens = rows * self.tokens / (at["tp"] * at["cp"])
-        states = self.own(at) * (KEPT_BYTES + SHARED_BYTES) / max(1, sharers)
+        kept_whole = KEPT_BYTES if whole else KEPT_BYTES / max(1, sharers)
+        states = self.own(at) * (kept_whole + SHARED_BYTES / max(1, sharers))
         kept = flying * layers * KEPT_OF_LAYER[keep] * self.width
         again = max(KEPT_OF_LAYER["all"] * self.width, CLASS_BYTES * self.classes / tiles)
         return states + tokens * (kept + again)
@@ -136,7 +141,7 @@ class Scale:
         devices = replicas * tp * cp * pp
         # elements between layers that a device would compute alone, over all layers
         elements = microbatches * int(choices["rows"]) * replicas * self.tokens / devices
-        compute_s = FLOPS * self.parameters * elements / self.flops
+        compute_s = FLOPS[choices["keep"]] * self.parameters * elements / self.flops
         elements *= layers * self.width
         inner_s = (
             TOKEN_SHARERS * elements * (tp - 1) / self._rate(tp)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from piper.api.captures.capturing import traced_job
 from piper.api.ground.clusters import chosen_cluster
-from piper.api.problems.scale import SHORT, Scale
+from piper.api.problems.scale import ROOM, SHORT, Scale
 from piper_compiler import Strategy, offload, recipes, recompute, tile_loss
 from piper_ir.ground.errors import TuneError
 from piper_ir.ground.mesh import Mesh
@@ -55,6 +55,9 @@ CHOICES = (
 """
 STAGES_OF_LAYERS = 5
 """The most stages of a device in a first candidate with interleaved ones (Megatron's recipes of Llama have 5)."""
+
+ROOMY = 2
+"""The first candidates of a size of tp that keep as much as has room: another policy, which takes time to capture."""
 
 Sizes = tuple[int, ...]
 
@@ -154,10 +157,17 @@ class StrategySpace:
     def starts(self) -> tuple[dict[str, Any], ...]:
         """Return the choices that a search tries first: published layouts, and each mesh in little memory.
 
-        The ones that look fastest by their sizes come first.
+        The ones that look fastest by their sizes come first. Some of them are tried in all of the memory, too.
         """
-        cells = [self._least(at) for at in self._cells()]
-        every = sorted([*self._published(cells), *cells], key=self._step_s)
+        sizes = list(self._cells())
+        cells = [self._least(at) for at in sizes]
+        ranked = sorted(map(self._roomy, sizes), key=self._step_s)
+        roomy = [
+            start
+            for tp in self.sizes["tp"]
+            for start in [one for one in ranked if one["tp"] == tp][:ROOMY]
+        ]
+        every = sorted([*self._published(cells), *cells, *roomy], key=self._step_s)
         return tuple({frozenset(start.items()): start for start in every}.values())
 
     def _cells(self) -> Iterator[dict[str, int]]:
@@ -186,6 +196,20 @@ class StrategySpace:
             tiles = TILES if self._tiled(at) else 1
             spared = {"tiles": tiles, "graded": False, "away": float(self._is_short(at, tiles))}
         return {**at, "rows": self.rows[0], **rest, **spared, **states}
+
+    def _roomy(self, at: Mapping[str, int]) -> dict[str, Any]:
+        """Return the choices with which a mesh makes as little again, and gathers as little, as its memory has room for."""
+        whole = self.scale.fits_whole(self.scale.own(at), self._sharing(at))
+        keep = next(
+            (
+                keep
+                for keep in KEPT
+                if self._held_bytes(at, self.rows[0], keep=keep, flying=1.0, tiles=1, whole=whole)
+                <= ROOM * self.scale.memory_bytes
+            ),
+            KEPT[-1],
+        )
+        return {**self._least(at), "keep": keep} | ({"zero": 1} if whole else {})
 
     def _published(self, cells: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yield the layouts that people publish, as far as they divide.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from piper.api.captures.capturing import captured_once
 from piper.api.compiling.compiling import Compiled, compile, trained_job
-from piper_compiler import Directive, Strategy, recipes, recompute, shard
+from piper_compiler import Directive, Options, Strategy, eager, recipes, recompute, shard
 from piper_ir.ground.errors import ExecutionError, JobError
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.select import where
@@ -31,7 +31,7 @@ from piper_ir.program.costs import (
     PartDuration,
     StepDuration,
 )
-from piper_ir.program.ops import COMM, HANDS_ON, KEEP_ALL, Compute
+from piper_ir.program.ops import COMM, HANDS_ON, KEEP_ALL, Compute, KernelSource
 from piper_ir.program.program import Chunk
 from piper_ir.tools import machine_name
 from piper_simulator import CPU, product_cluster
@@ -68,6 +68,7 @@ def profile(
     repeats: int = REPEATS,
     timeout_s: float = TIMEOUT_S,
     pool: Workers | None = None,
+    kernels: KernelSource = "eager",
 ) -> Costs:
     """Measure a job on as many ranks as the strategy has, all at once.
 
@@ -99,6 +100,7 @@ def profile(
         repeats: Passes.
         timeout_s: Seconds without progress after which a rank counts as hung.
         pool: Workers to use again.
+        kernels: As in `Options`. With "inductor" a backward that is one graph is measured as the step B.
 
     Raises JobError, ExecutionError, and the errors of `compile`.
     """
@@ -109,16 +111,24 @@ def profile(
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
         raise JobError(f"profile(repeats={repeats!r}): an integer of at least 1 is needed")
     job = job.unevaluated
-    target = compile(job, strategy)
+    options = Options(kernels=kernels)
+    target = compile(job, strategy, options=options)
     chosen = _rows(job.global_batch, rows, target.plan.rows)
     shares = tuple(d for d in strategy.directives if isinstance(d, shard))
     axes = dict.fromkeys(axis for d in shares for axis in d.axes)
     sizes = tuple((axis, strategy.mesh.size(axis)) for axis in axes)
     alone = Mesh(sizes, strategy.mesh.order)
-    singles = [_one_replica(job, r, alone, shares) for r in chosen]
+    one_by_one = (eager(where(chunk=target.graph.eager)),) if target.graph.eager else ()
+    alike = (*shares, *one_by_one)
+    singles = [_one_replica(job, r, alone, alike, options) for r in chosen]
     policies = list(_policies(target, strategy, keep))
-    again = [_one_replica(job, r, alone, (*shares, policy)) for policy in policies for r in chosen]
-    sharing = _sharing(job, target.plan.rows, alone, shares)
+    again = [
+        _one_replica(job, r, alone, (*alike, policy), options)
+        for policy in policies
+        for r in chosen
+    ]
+    _check_measured(target, (*singles, *again))
+    sharing = _sharing(job, target.plan.rows, alone, alike, options)
     requests = _requests(target, singles, again, sharing, repeats)
     if pool is not None:
         reports = pool.run(target.plan, requests, timeout_s)
@@ -147,13 +157,33 @@ def _rows(global_batch: int, asked: Sequence[int] | None, own: int) -> list[int]
     return sorted(chosen)
 
 
-def _one_replica(job: Job, rows: int, mesh: Mesh, directives: Sequence[Directive]) -> Compiled:
+def _one_replica(
+    job: Job, rows: int, mesh: Mesh, directives: Sequence[Directive], options: Options
+) -> Compiled:
     """Compile the model with one microbatch of these rows, on one device or on all that share its chunks or experts."""
     own = _axes_of_experts(directives)
     replicas = recipes.data_parallel(over=own) if own else ()
     return compile(
-        replace(job, global_batch=rows * mesh.degree(own)), Strategy(mesh, (*directives, *replicas))
+        replace(job, global_batch=rows * mesh.degree(own)),
+        Strategy(mesh, (*directives, *replicas)),
+        options=options,
     )
+
+
+def _check_measured(target: Compiled, measured: Sequence[Compiled]) -> None:
+    """Raise JobError for compiled steps that one microbatch alone does not run.
+
+    It runs a whole backward as the step B, and Inductor compiles the steps of a code that run together.
+    """
+    codes = {code for c in measured for code in c.plan.codes}
+    used = {op.variant for r in target.plan.roles for op in r.table.ops if isinstance(op, Compute)}
+    for chunk in (*target.plan.chunks, *target.plan.variants):
+        if target.kernels != "eager" and chunk.variant in used and chunk.code not in codes:
+            raise JobError(
+                f"profile(kernels={target.kernels!r}): the backward of chunk {chunk.id} runs as steps I and W in this "
+                f"strategy, and one microbatch alone runs it as one graph; measure a strategy without "
+                f"split_backward, recompute(apart=True) and groups, or leave kernels out"
+            )
 
 
 def _axes_of_experts(directives: Sequence[Directive]) -> tuple[str, ...]:
@@ -183,16 +213,18 @@ def _named_policy(keep: str) -> recompute:
     return recompute(where(), keep)
 
 
-def _sharing(job: Job, rows: int, mesh: Mesh, shares: Sequence[Directive]) -> list[Plan]:
+def _sharing(
+    job: Job, rows: int, mesh: Mesh, alike: Sequence[Directive], options: Options
+) -> list[Plan]:
     """Return plans of ranks that share states, for the ops on their parts; none if the optimizer cannot share."""
     spec = trained_job("profile", job, None).spec
     if not spec.flat:
         return []
-    own = _axes_of_experts(shares)
+    own = _axes_of_experts(alike)
     jobs = {n: replace(job, global_batch=rows * n * mesh.degree(own)) for n in SHARING}
-    zero = (*shares, *recipes.data_parallel(over=("dp", *own), zero=2))
+    zero = (*alike, *recipes.data_parallel(over=("dp", *own), zero=2))
     return [
-        compile(of, Strategy(Mesh(mesh.sizes, mesh.order, dp=n), zero)).plan
+        compile(of, Strategy(Mesh(mesh.sizes, mesh.order, dp=n), zero), options=options).plan
         for n, of in jobs.items()
     ]
 

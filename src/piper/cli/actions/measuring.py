@@ -12,6 +12,7 @@ from piper.cli.loading import load_file
 from piper.cli.options import pairs
 from piper.views.costs_table import costs_table
 from piper.views.display import show
+from piper_compiler import kernel_source
 from piper_ir.ground.codec import dumps
 from piper_ir.tools import working
 
@@ -33,6 +34,7 @@ def measure(arguments: ProfileArguments) -> None:
             rows=a.rows,
             keep=a.keep or (),
             repeats=a.repeats,
+            kernels=kernel_source(a.kernels),
         )
     save_costs(a.out, costs)
     if a.as_json:

@@ -15,12 +15,15 @@ def backward_graphs(compiled: Compiled) -> str:
     if compiled.kernels == "eager":
         return ""
     plan = compiled.plan
-    joined = 0
+    joined, alone = 0, set(compiled.graph.eager)
     reasons: Counter[str] = Counter()
     for name, steps in _steps_run(plan).items():
         joined += "B" in steps
         if not steps.isdisjoint(("I", "W")):
-            reasons[_reason(plan.chunk(name))] += 1
+            chunk = plan.chunk(name)
+            reasons[
+                "eager: torch runs each operation" if chunk.id in alone else _reason(chunk)
+            ] += 1
     return "\n".join(
         [
             f"kernels of Inductor: the backward of {joined} chunks is one graph",

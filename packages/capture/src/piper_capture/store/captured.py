@@ -82,15 +82,16 @@ class Captured:
         chunks, variants = self.program.chunks, self.program.variants
         if not self.is_affine(rows):
             codes = self._codes(runs)
+            pairs = {(c.code, codes[c.variant]) for c in (*chunks, *variants)}
             traced = {
                 code: self.code.alone(code, rows)
-                for own, code in codes.items()
+                for own, code in sorted(pairs)
                 if rows == 1 or code != own
             }
             chunks, variants = (
                 tuple(
                     replace(c, code=code, ports=traced[code][0], steps=traced[code][1])
-                    if (code := codes[c.code]) in traced
+                    if (code := codes[c.variant]) in traced
                     else c
                     for c in cs
                 )
@@ -101,14 +102,22 @@ class Captured:
         )
 
     def _codes(self, runs: Mapping[str, Collection[Step]] | None) -> dict[str, str]:
-        """Return for the code of each chunk the one that runs, whose steps `runs` Inductor compiles if it should."""
+        """Return by variant the code that runs, in which Inductor compiles the steps `runs` if it should.
+
+        Chunks of equal code that compile any step share one.
+        """
+        chunks = (*self.program.chunks, *self.program.variants)
+        if self.kernels == "eager":
+            return {chunk.variant: chunk.code for chunk in chunks}
         steps_by_code: dict[str, set[Step]] = {}
-        for chunk in (*self.program.chunks, *self.program.variants):
-            steps = chunk.steps if runs is None else runs.get(chunk.variant, ())
-            steps_by_code.setdefault(chunk.code, set()).update(steps)
+        compiled = {c.variant: c.steps if runs is None else runs.get(c.variant, ()) for c in chunks}
+        for chunk in chunks:
+            steps_by_code.setdefault(chunk.code, set()).update(compiled[chunk.variant])
         return {
-            code: self.code.fused(code, steps) if steps and self.kernels == "inductor" else code
-            for code, steps in steps_by_code.items()
+            c.variant: self.code.fused(c.code, steps_by_code[c.code])
+            if compiled[c.variant]
+            else c.code
+            for c in chunks
         }
 
     def is_affine(self, rows: int) -> bool:

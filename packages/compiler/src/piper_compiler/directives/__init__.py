@@ -15,6 +15,7 @@ from piper_compiler.directives.base import (
     site_field,
 )
 from piper_compiler.directives.decided import Decided, Ordered, decided, simplest
+from piper_compiler.directives.eager import Eager as eager
 from piper_compiler.directives.offload import Offload as offload
 from piper_compiler.directives.order import Order as order
 from piper_compiler.directives.order import Overlap as overlap
@@ -51,6 +52,7 @@ __all__ = [
     "decided",
     "describe",
     "directive",
+    "eager",
     "fail",
     "layers_of",
     "offload",

@@ -74,7 +74,7 @@ def host_peak(role: RolePlan) -> int:
     """Return the most bytes that a role has in the memory of the host, in program order."""
     table, values = role.table, role.table.values
     start = sum([s.nbytes for s in role.states if s.host])
-    waiting = any(category == HOST for _, category in values.kinds)
+    waiting = values.on_host
     if not start and not waiting:
         return 0
     inside = [sum([_beside_on_host(p.op) for p in t.parts]) for t in table.templates]

@@ -86,6 +86,7 @@ class Graph(NamedNodes, Selecting):
         offloading: chunk -> which of its tensors wait for its backward in the memory of the host.
         hosted: the chunks whose optimizer and its states are on the host.
         away: the chunks among them whose parameters are there, too.
+        eager: the chunks whose operations torch runs one by one, whichever kernels the others have.
         microbatches: how many; 0 before the batch is split.
         log: the directives that were applied.
         costs: known durations, for directives that weigh layers.
@@ -110,6 +111,7 @@ class Graph(NamedNodes, Selecting):
     offloading: Mapping[str, Offloading] = field(default_factory=dict)
     hosted: tuple[str, ...] = ()
     away: tuple[str, ...] = ()
+    eager: tuple[str, ...] = ()
     microbatches: int = 0
     log: tuple[Applied, ...] = ()
     costs: Costs | None = None
@@ -187,6 +189,7 @@ class Editor:
         self.offloading = dict(graph.offloading)
         self.hosted = graph.hosted
         self.away = graph.away
+        self.eager = graph.eager
         self.microbatches = graph.microbatches
         self._index = dict(graph.index)
         self._entered: dict[
@@ -444,6 +447,7 @@ class Editor:
             offloading=self.offloading,
             hosted=self.hosted,
             away=self.away,
+            eager=self.eager,
             microbatches=self.microbatches,
             log=(*self.graph.log, applied) if applied else self.graph.log,
             index={

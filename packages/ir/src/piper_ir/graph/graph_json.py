@@ -56,6 +56,7 @@ class GraphDocument:
     offloading: Mapping[str, Offloading] | None = None
     hosted: tuple[str, ...] = ()
     away: tuple[str, ...] = ()
+    eager: tuple[str, ...] = ()
 
 
 def to_document(graph: Graph) -> GraphDocument:
@@ -81,6 +82,7 @@ def to_document(graph: Graph) -> GraphDocument:
         graph.offloading or None,
         graph.hosted,
         graph.away,
+        graph.eager,
     )
 
 
@@ -113,7 +115,7 @@ def from_document(document: GraphDocument) -> Graph:
     edit.buckets = {b.id: b for b in document.buckets}
     edit.replication = dict(document.replication or {})
     edit.offloading = dict(document.offloading or {})
-    edit.hosted, edit.away = document.hosted, document.away
+    edit.hosted, edit.away, edit.eager = document.hosted, document.away, document.eager
     edit.microbatches = document.microbatches
     return edit.done()
 

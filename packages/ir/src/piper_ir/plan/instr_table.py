@@ -17,7 +17,7 @@ from typing import Any, TypeVar, overload
 
 from piper_ir.ground.node_ids import named
 from piper_ir.ground.sizes import TensorSpec, bind
-from piper_ir.plan.instructions import Category, Instr, Part
+from piper_ir.plan.instructions import HOST, Category, Instr, Part
 from piper_ir.program.ops import COMM, Op
 from piper_ir.tools import no_garbage_collection
 
@@ -61,6 +61,11 @@ class ValueTable:
         return tuple(
             [known.get(id(s)) or known.setdefault(id(s), bind(s.nbytes, 0)) for s, _ in self.kinds]
         )
+
+    @cached_property
+    def on_host(self) -> bool:
+        """Return whether a value is in the memory of the host."""
+        return any(category == HOST for _, category in self.kinds)
 
     @cached_property
     def names(self) -> list[str]:
@@ -246,6 +251,11 @@ class InstrTable(Sequence[Instr]):
         with no_garbage_collection():  # they are many, and in no cycle
             name = self.values.names.__getitem__
             return tuple([instr or self._instr(i, name) for i, instr in enumerate(self._instrs)])
+
+    @property
+    def ops(self) -> list[Op]:
+        """Return the ops of the templates in use."""
+        return [p.op for k in sorted(set(self.used)) for p in self.templates[k].parts]
 
     @property
     def streams(self) -> list[str]:

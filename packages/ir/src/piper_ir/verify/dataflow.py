@@ -7,11 +7,14 @@ once in the whole step, (("", "norm " + bucket), -1). A value is an atom or a su
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from piper_ir.plan.plan import Bucket, Channel, Part, Plan, RolePlan, is_state
+import numpy as np
+
+from piper_ir.plan.instr_table import PartTemplate
+from piper_ir.plan.plan import Bucket, Channel, Plan, is_state
 from piper_ir.program.collectives import law_of
 from piper_ir.program.ops import (
     Add,
@@ -20,6 +23,7 @@ from piper_ir.program.ops import (
     Fold,
     Fresh,
     Load,
+    Op,
     Recv,
     Seed,
     Send,
@@ -28,6 +32,7 @@ from piper_ir.program.ops import (
     Zeros,
 )
 from piper_ir.program.program import Chunk
+from piper_ir.verify.columns import Ints, PlanColumns, ints
 from piper_ir.verify.rules import Findings, part_name
 from piper_ir.verify.run import Events
 
@@ -85,27 +90,108 @@ NOWHERE = frozenset[str]()
 
 
 def check_dataflow(findings: Findings, events: Events, order: list[int]) -> None:
-    """Check R27 along the events of the plan, in an order in which they happen."""
+    """Check R27: follow values along the events, in an order in which they happen, then compare all reads of steps."""
     flow = _Dataflow(findings)
-    for event in order:
+    columns = findings.columns
+    special = columns.rows_of(lambda p: not isinstance(p.op, Compute | Load | Seed))
+    followed = np.zeros(len(columns.role), dtype=np.bool_)
+    followed[columns.row_instr[special]] = True
+    at = [0] * len(columns.role)
+    moves, compute = followed.tolist(), columns.compute.tolist()
+    rows: list[int] = columns.first_row.tolist()
+    for n, event in enumerate(order):
         members = events.members[event]
-        instr = events.instrs[members[0]]
-        if instr.comm:
-            flow.communicate({events.at[i][0].role: events.instrs[i].parts[0] for i in members})
+        for i in members:
+            at[i] = n
+        first = members[0]
+        if not moves[first]:
+            continue
+        if compute[first]:
+            for row in range(rows[first], rows[first + 1]):
+                flow.compute(row)
         else:
-            role, index = events.at[members[0]]
-            for part in instr.parts:
-                flow.compute(role, index, part)
+            flow.communicate([rows[i] for i in members])
+    flow.compare()
+    for row, text in sorted(flow.problems, key=lambda p: (at[columns.row_instr[p[0]]], p[0])):
+        number, index = columns.place(int(columns.row_instr[row]))
+        part = findings.plan.roles[number].program[index].parts[int(columns.row_index[row])]
+        findings.add_at("R27-dataflow", f"{part_name(part)}{text}", int(columns.row_instr[row]))
+
+
+class _Atoms:
+    """Number the terms of a plan, and hold the atom of each value that is one.
+
+    The atom of term t in microbatch mb has number t * stride + mb + 1; -1 is none.
+    """
+
+    def __init__(self, columns: PlanColumns) -> None:
+        self._columns = columns
+        self._terms: dict[Term, int] = {}
+        self.stride = columns.plan.microbatches + 2
+        written = [self._written(part) for part in columns.parts]
+        terms = ints([t for each in written for t in each])
+        writes = columns.writes
+        self.of = np.full(columns.count, -1)
+        self.of[writes.values] = self._atoms(terms[writes.slots], writes.rows)
+        self._all = list(self._terms)
+
+    def _written(self, part: PartTemplate) -> list[int]:
+        match part.op:
+            case Compute() as op:
+                ports = self._columns.plan.chunk(op.variant).steps[op.step].writes
+                return [self.number((op.chunk, port)) for port in ports]
+            case Load(tensor=tensor):
+                return [self.number(("", tensor))]
+            case Seed():
+                return [self.number(("", SEED))]
+            case _:
+                return [-1] * len(part.writes)
+
+    def _atoms(self, terms: Ints, rows: Ints) -> Ints:
+        return np.where(terms < 0, -1, terms * self.stride + self._columns.row_mb[rows] + 1)
+
+    def number(self, term: Term) -> int:
+        """Return the number of a term."""
+        return self._terms.setdefault(term, len(self._terms))
+
+    def get(self, value: int) -> Atom | None:
+        """Return the atom that a value is, if any."""
+        number = int(self.of[value])
+        if number < 0:
+            return None
+        term, mb = divmod(number, self.stride)
+        return self._all[term], mb - 1
+
+    def move(self, source: int, values: list[int]) -> bool:
+        """Let values be the atom that another one is; return whether it is one."""
+        number = self.of[source]
+        self.of[values] = number
+        return bool(number >= 0)
+
+    def unlike(self, only: Sequence[Sequence[Term | None]]) -> Ints:
+        """Return the rows that read another value than the one term that their part asks for; by number of the part.
+
+        A part that asks for something else than one term has None, and reads another value for sure.
+        """
+        reads = self._columns.reads
+        asked = ints([-1 if t is None else self._terms.get(t, -1) for each in only for t in each])
+        wanted = self._atoms(asked[reads.slots], reads.rows)
+        return np.unique(reads.rows[(wanted < 0) | (wanted != self.of[reads.values])])
 
 
 class _Dataflow:
-    """Follow the origins of the values of a plan, and compare them with the terms that their readers ask for."""
+    """Follow the origins of the values of a plan, and compare them with the terms that their readers ask for.
+
+    `problems` are rows of parts, each with its problem.
+    """
 
     def __init__(self, findings: Findings) -> None:
-        self._findings = findings
-        self._plan = findings.plan
-        self._origin: dict[str, _Origin] = {}
-        self._asked: dict[tuple[str, str], tuple[list[_Asked], list[Term | None], list[Term]]] = {}
+        self._plan, self._columns = findings.plan, findings.columns
+        self.problems: list[tuple[int, str]] = []
+        self._atoms = _Atoms(findings.columns)
+        self._numbers: list[int] = self._columns.row_part.tolist()
+        self._origins: dict[int, _Origin] = {}  # of values that are no atoms
+        self._asked: dict[tuple[str, str], list[_Asked]] = {}
         self._axes: dict[str, tuple[str, ...]] = {}
         self._tangents = _tangents(self._plan)
         self._weights = [
@@ -115,21 +201,31 @@ class _Dataflow:
             if o.kind == "weight"
         ]
 
-    def communicate(self, parts: Mapping[str, Part]) -> None:
-        """Follow the values of a meeting on a channel, by role: of a send and its receive, or of a collective."""
-        op = next(iter(parts.values())).op
+    def _origin(self, value: int) -> _Origin:
+        return self._atoms.get(value) or self._origins[value]
+
+    def _op(self, row: int) -> Op:
+        return self._columns.parts[self._numbers[row]].op
+
+    def communicate(self, rows: list[int]) -> None:
+        """Follow the values of a meeting on a channel: of a send and its receive, or of a collective."""
+        op, columns = self._op(rows[0]), self._columns
         if isinstance(op, Collective):
             if op.bucket:
                 atom: Atom = ("", f"parameters of {op.bucket}"), -1
-                self._origin.update([(v, atom) for part in parts.values() for v in part.writes])
+                for row in rows:
+                    self._origins.update(dict.fromkeys(columns.writes.of(row), atom))
             else:
-                for role, origin in self._collected(
-                    op, {r: self._origin[p.reads[0]] for r, p in parts.items()}
-                ).items():
-                    self._origin[parts[role].writes[0]] = origin
+                names = [self._plan.roles[columns.role[columns.row_instr[r]]].role for r in rows]
+                reads = [self._origin(columns.reads.of(row)[0]) for row in rows]
+                found = self._collected(op, dict(zip(names, reads, strict=True)))
+                for name, row in zip(names, rows, strict=True):
+                    self._origins[columns.writes.of(row)[0]] = found[name]
             return
-        source = next(v for p in parts.values() for v in p.reads)
-        self._origin.update({v: self._origin[source] for p in parts.values() for v in p.writes})
+        source = next(v for row in rows for v in columns.reads.of(row))
+        values = [v for row in rows for v in columns.writes.of(row)]
+        if not self._atoms.move(source, values):
+            self._origins.update(dict.fromkeys(values, self._origins[source]))
 
     def _collected(self, op: Collective, reads: Mapping[str, _Origin]) -> Mapping[str, _Origin]:
         """Return a collective's result on each role, given the input of each role's member."""
@@ -165,49 +261,44 @@ class _Dataflow:
             )
         return axes
 
-    def compute(self, role: RolePlan, index: int, part: Part) -> None:
-        """Compare the reads of a part with the terms that its op asks for, and record its writes."""
-        op = part.op
-        problems: Iterable[str] = ()
+    def compute(self, row: int) -> None:
+        """Record the writes of a part that is no step of a chunk, and compare the reads of an update."""
+        op = self._op(row)
         match op:
-            case Compute():
-                problems = self._step(op, part)
-            case Load() | Seed() | Add() | Zeros() | SquaredNorm() | Fresh():
-                self._origin[part.writes[0]] = self._written(op, part)
+            case Add() | Zeros() | SquaredNorm() | Fresh():
+                self._origins[self._columns.writes.of(row)[0]] = self._written(op, row)
+            case Update():
+                self.problems += [(row, text) for text in self._update_problems(op, row)]
+            case Compute() | Load() | Seed():
+                pass  # their writes are atoms
             case Fold():
                 pass  # folded gradients are followed by `sharding`
-            case Update():
-                problems = self._update_problems(op, part)
             case Send() | Recv() | Collective():
                 raise AssertionError("communication happens in `communicate`")
             case _:
                 assert_never(op)
-        for problem in problems:
-            self._findings.add("R27-dataflow", f"{part_name(part)}{problem}", role, index)
 
-    def _step(self, op: Compute, part: Part) -> list[str]:
-        """Record the writes of a chunk's step, and return the problems of its reads."""
-        origin, mb = self._origin, part.mb
-        asks, only, writes = self._ports(op)
-        problems = []
-        if [origin[v] for v in part.reads] != [
-            (term, mb) for term in only
-        ]:  # most ask for one atom
-            for value, asked in zip(part.reads, asks, strict=True):
-                if problem := asked.problem(origin[value], mb):
-                    problems.append(f" reads {value} as {asked.name}: {problem}")
-        origin.update(zip(part.writes, [(term, mb) for term in writes], strict=True))
-        return problems
+    def compare(self) -> None:
+        """Compare the reads of all steps with the terms that they ask for; most ask for one atom."""
+        columns = self._columns
+        asks = [self._asks(p.op) if isinstance(p.op, Compute) else [] for p in columns.parts]
+        only = [
+            [asked.only for asked in each] or [None] * len(p.reads)
+            for each, p in zip(asks, columns.parts, strict=True)
+        ]
+        for row in self._atoms.unlike(only).tolist():
+            for value, asked in zip(
+                columns.reads.of(row), asks[columns.row_part[row]], strict=False
+            ):
+                if problem := asked.problem(self._origin(value), int(columns.row_mb[row])):
+                    name = columns.table.name(value)
+                    self.problems.append((row, f" reads {name} as {asked.name}: {problem}"))
 
-    def _written(self, op: Load | Seed | Add | Zeros | SquaredNorm | Fresh, part: Part) -> _Origin:
+    def _written(self, op: Add | Zeros | SquaredNorm | Fresh, row: int) -> _Origin:
         """Return the origin of the one value that an op writes."""
         match op:
-            case Load(tensor=tensor):
-                return ("", tensor), part.mb
-            case Seed():
-                return ("", SEED), part.mb
             case Add():
-                return _Sum(tuple(self._origin[v] for v in part.reads))
+                return _Sum(tuple([self._origin(v) for v in self._columns.reads.of(row)]))
             case Zeros():
                 return _Sum(())
             case SquaredNorm(buckets=buckets, once=once, over=over):
@@ -220,20 +311,14 @@ class _Dataflow:
             case _:
                 assert_never(op)
 
-    def _ports(self, op: Compute) -> tuple[list[_Asked], list[Term | None], list[Term]]:
-        """Return the reads of a step, the term of each read that asks for one alone, and the terms that it writes."""
+    def _asks(self, op: Compute) -> list[_Asked]:
+        """Return the terms that a step asks for, by its reads of values."""
         key = (op.variant, op.step)
-        ports = self._asked.get(key)
-        if ports is None:
+        if key not in self._asked:
             chunk = self._plan.chunk(op.variant)
-            sig = chunk.steps[op.step]
-            asks = [self._ask(chunk, p) for p in sig.reads if not is_state(chunk, p)]
-            ports = self._asked[key] = (
-                asks,
-                [asked.only for asked in asks],
-                [(op.chunk, port) for port in sig.writes],
-            )
-        return ports
+            ports = chunk.steps[op.step].reads
+            self._asked[key] = [self._ask(chunk, p) for p in ports if not is_state(chunk, p)]
+        return self._asked[key]
 
     def _ask(self, chunk: Chunk, port: str) -> _Asked:
         if port.startswith("tan"):
@@ -258,14 +343,14 @@ class _Dataflow:
         term = (source, port) if len(axes) == 1 else _exchanged((source, port), axes - {""})
         return term, frozenset(dict(writer.terms).get(port, ())) if source else NOWHERE
 
-    def _update_problems(self, op: Update, part: Part) -> Iterable[str]:
+    def _update_problems(self, op: Update, row: int) -> Iterable[str]:
         if self._plan.evaluates:
             return  # of no buckets (R25)
-        reads = list(part.reads)
+        reads = list(self._columns.reads.of(row))
         if op.weighted:
-            yield from self._weight_problems(self._origin[reads.pop(0)])
+            yield from self._weight_problems(self._origin(reads.pop(0)))
         if op.normed:
-            opened = _open(self._origin[reads.pop(0)])
+            opened = _open(self._origin(reads.pop(0)))
             wanted = Counter([self._norm(bucket, opened) for bucket in self._plan.buckets])
             if opened != wanted:
                 yield (

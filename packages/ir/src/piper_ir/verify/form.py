@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from re import compile as regex
+from functools import cached_property
 from typing import assert_never
 
+import numpy as np
+
 from piper_ir.ground.sizes import ITEM_BYTES, bind
-from piper_ir.plan.plan import COMPUTE, Category, Channel, Instr, Plan, RolePlan, State, Values
+from piper_ir.plan.instr_table import InstrTemplate
+from piper_ir.plan.plan import COMPUTE, Category, Channel, Instr, Plan, RolePlan, State
 from piper_ir.plan.plan_bytes import flat_bytes
 from piper_ir.program.collectives import LAWS
 from piper_ir.program.ops import (
     COMM,
-    KEEP_ALL,
     Add,
     Collective,
     Comm,
@@ -33,11 +35,10 @@ from piper_ir.program.ops import (
     Zeros,
     op_name,
 )
-from piper_ir.program.program import Chunk
+from piper_ir.verify.chunks import check_ports
+from piper_ir.verify.columns import Ints, PlanColumns, flags, ints
 from piper_ir.verify.rules import Findings, part_name
 from piper_ir.verify.signatures import Signatures
-
-_PORT = regex(r"(in|out|saved|tan|gin|iw)(\d+)")
 
 
 def check_tables(findings: Findings) -> None:
@@ -45,22 +46,21 @@ def check_tables(findings: Findings) -> None:
     plan = findings.plan
     _ids(findings)
     _ranks(findings)
+    names = _Names(findings)
     for role in plan.roles:
         if len(set(role.streams)) != len(role.streams) or COMPUTE not in role.streams:
             findings.add("R02-streams", f"streams are {', '.join(role.streams)}", role)
-        for value in role.allocs_first:
-            if value not in findings.kinds:
-                findings.add(
-                    "R06-names",
-                    f"there is no value {value} in the plan, to be allocated first",
-                    role,
-                )
+        for value in names.unknown_first(role):
+            findings.add(
+                "R06-names", f"there is no value {value} in the plan, to be allocated first", role
+            )
     for channel in plan.channels:
         problem = _channel_problem(plan, channel)
         if problem:
             findings.add("R09-channels", f"channel {channel.id}: {problem}")
-    names = _Names(findings)
-    for role, index, instr in plan.instructions():
+    for number in names.suspects():
+        role, index = plan.roles[findings.columns.role[number]], int(findings.columns.index[number])
+        instr = role.program[index]
         if instr.stream not in role.streams:
             findings.add(
                 "R02-streams", f"the role has the streams {', '.join(role.streams)}", role, index
@@ -71,21 +71,46 @@ def check_tables(findings: Findings) -> None:
 
 def check_instructions(findings: Findings) -> None:
     """Check R03, R04, R05, R07, R08 and R10 on plans whose tables hold."""
-    plan = findings.plan
+    plan, columns = findings.plan, findings.columns
     signatures, states = Signatures(findings), _States(plan)
-    for role in plan.roles:
-        done = dict.fromkeys(role.streams, 0)
+    beside = _of_streams(columns)
+    for number, role in enumerate(plan.roles):
+        start = columns.starts[number]
+        problems: dict[int, list[tuple[str, str]]] = {}
         sound: set[int] = set()  # the same ones in other microbatches are so too
-        for index, (instr, kind) in enumerate(zip(role.program, _alike(plan, role), strict=True)):
-            problems = list(_stream_problems(role, instr, done))
+        for index, kind in enumerate(_alike(plan, role)):
             if kind not in sound:
-                problems += _content_problems(role, instr, signatures)
-            for rule, problem in sorted(problems, key=lambda problem: problem[0]):
+                content = list(_content_problems(role, index, signatures))
+                if content:
+                    problems[index] = content
+                else:
+                    sound.add(kind)
+        suspects = beside[(beside >= start) & (beside < columns.starts[number + 1])] - start
+        if len(suspects):
+            done = dict.fromkeys(role.streams, 0)
+            for index, instr in enumerate(role.program):
+                if found := list(_stream_problems(role, instr, done)):
+                    problems[index] = found + problems.get(index, [])
+                done[instr.stream] += 1
+        for index in sorted(problems):
+            for rule, problem in sorted(problems[index], key=lambda problem: problem[0]):
                 findings.add(rule, problem, role, index)
-            done[instr.stream] += 1
-            if not problems:
-                sound.add(kind)
         states.check(findings, role)
+
+
+def _of_streams(columns: PlanColumns) -> Ints:
+    """Return the instructions that break R04 or R05, numbered through all roles."""
+    waiting, on = columns.waits
+    late = waiting[on >= waiting]
+    elsewhere = [
+        instrs[~columns.compute[instrs]]
+        for instrs in (
+            columns.early[1],
+            columns.made[1],
+            columns.row_instr[columns.frees.rows],
+        )
+    ]
+    return np.unique(np.concatenate([late, *elsewhere]))
 
 
 def _stream_problems(
@@ -106,16 +131,19 @@ def _stream_problems(
 
 
 def _content_problems(
-    role: RolePlan, instr: Instr, signatures: Signatures
+    role: RolePlan, index: int, signatures: Signatures
 ) -> Iterator[tuple[str, str]]:
-    """Yield (rule, problem) of an instruction's parts, which are those of other microbatches too."""
-    if problem := _parts_problem(instr):
-        yield "R03-parts", problem
-    for part in instr.parts:
-        for problem in signatures.problems(part):
-            yield "R07-signature", f"{part_name(part)}: {problem}"
+    """Yield (rule, problem) of an instruction's parts; other microbatches have the same."""
+    template = role.table.templates[role.table.used[index]]
+    if problem := _parts_problem(template):
+        yield "R03-parts", problem.format(*map(part_name, role.program[index].parts))
+    rows = signatures.columns.rows_at(role, index)
+    for k, (part, row) in enumerate(zip(template.parts, rows, strict=True)):
+        for problem in signatures.problems(row):
+            name = part_name(role.program[index].parts[k])
+            yield "R07-signature", f"{name}: {problem}"
         if isinstance(part.op, COMM) and (
-            problem := _use_problem(signatures.plan, role, instr, part.op)
+            problem := _use_problem(signatures.plan, role, template.stream, part.op)
         ):
             yield "R10-channel-use", problem
 
@@ -136,11 +164,7 @@ def _ids(findings: Findings) -> None:
         for id, count in Counter(ids).items():
             if count > 1:
                 findings.add("R06-names", f"{count} {what}s are called {id}; ids must differ")
-    if not isinstance(plan.values, Values):  # a Values makes a value's id of its key
-        for key, value in plan.values.items():
-            if key != value.id:
-                findings.add("R06-names", f"the value {value.id} stands under the key {key}")
-    _chunks(findings)
+    check_ports(findings)
     _sizes(findings)
     roles = {r.role for r in plan.roles}
     params = {p.name for p in plan.params}
@@ -158,81 +182,30 @@ def _ids(findings: Findings) -> None:
             )
 
 
-def _chunks(findings: Findings) -> None:
-    """Check R06 inside of chunks: their inputs, and the ports and parameters of their signatures."""
-    plan = findings.plan
-    known = {("value", f"{c.id}:out{k}") for c in plan.chunks for k in range(len(c.outputs))}
-    known |= {("param", p.name) for p in plan.params} | {("buffer", b.name) for b in plan.buffers}
-    known |= {("batch", b.name) for b in plan.batch}
-    ids = {c.id for c in plan.chunks}
-    for name in [c.variant for c in plan.chunks if c.keep != KEEP_ALL]:
-        findings.add(
-            "R06-names",
-            f"{name} stands among the chunks, which keep all; it belongs to the variants",
-        )
-    for name in [v.variant for v in plan.variants if v.keep == KEEP_ALL or v.id not in ids]:
-        findings.add(
-            "R06-names", f"the variant {name} is under no policy, or of no chunk of the plan"
-        )
-    for chunk in (*plan.chunks, *plan.variants):
-        where = f"chunk {chunk.variant}"
-        for k, entry in enumerate(chunk.inputs):
-            if (entry.kind, entry.ref) not in known:
-                findings.add(
-                    "R06-names",
-                    f"input {k} of {where} is the {entry.kind} {entry.ref}, which the plan does not have",
-                )
-        for step, sig in chunk.steps.items():
-            unknown = [p for p in (*sig.reads, *sig.writes) if not _is_port(chunk, p)]
-            unknown += [f"accumulator {k}" for k in sig.accumulates if not _is_param(chunk, k)]
-            if unknown:
-                findings.add(
-                    "R06-names",
-                    f"{step} of {where} uses {', '.join(unknown)}, which the chunk does not have",
-                )
-
-
-def _is_port(chunk: Chunk, port: str) -> bool:
-    match = _PORT.fullmatch(port)
-    if match is None:
-        return False
-    limits = {
-        "in": len(chunk.inputs),
-        "gin": len(chunk.inputs),
-        "out": len(chunk.outputs),
-        "tan": len(chunk.outputs),
-    }
-    kind, index = match[1], int(match[2])
-    return (kind == "in" or port in chunk.ports) and (kind not in limits or index < limits[kind])
-
-
-def _is_param(chunk: Chunk, index: int) -> bool:
-    return 0 <= index < len(chunk.inputs) and chunk.inputs[index].kind == "param"
-
-
 def _sizes(findings: Findings) -> None:
     """Check for R07 that all shapes of a plan are plain numbers, and that it has rows."""
     plan = findings.plan
     for name, count in (("rows in a microbatch", plan.rows), ("microbatches", plan.microbatches)):
         if count < 1:
             findings.add("R07-signature", f"the plan has {count} {name}; at least one is needed")
-    specs = [("value", id, spec) for id, (spec, _) in findings.kinds.items()]
-    specs += [("parameter", p.name, p.spec) for p in plan.params] + [
-        ("buffer", b.name, b.spec) for b in plan.buffers
-    ]
-    good: set[int] = (
-        set()
-    )  # by identity: microbatches share specs, objects that the plan keeps alive
-    for what, name, spec in specs:
-        if id(spec) in good:
-            continue
-        if all(isinstance(size, int) and size >= 0 for size in spec.shape):
-            good.add(id(spec))
-        else:
+    named = [("parameter", p.name, p.spec) for p in plan.params]
+    named += [("buffer", b.name, b.spec) for b in plan.buffers]
+    # Microbatches share specs, objects that the plan keeps alive.
+    given = plan.kinds.given
+    kinds = findings.columns.table.kinds if given is None else given.values()
+    known = {id(spec): spec for spec in [spec for spec, _ in kinds] + [s for *_, s in named]}
+    wrong = {n for n, spec in known.items() if not all(map(_is_size, spec.shape))}
+    values = [("value", id, spec) for id, (spec, _) in findings.kinds.items()] if wrong else []
+    for what, name, spec in [*values, *named]:
+        if id(spec) in wrong:
             findings.add(
                 "R07-signature",
                 f"{what} {name} is a {spec}; in a plan all sizes are integers from 0",
             )
+
+
+def _is_size(size: object) -> bool:
+    return isinstance(size, int) and size >= 0
 
 
 def _ranks(findings: Findings) -> None:
@@ -306,7 +279,7 @@ class _Names:
 
     def __init__(self, findings: Findings) -> None:
         plan = findings.plan
-        self._values = set(findings.kinds)
+        self._findings = findings
         self._tables: dict[str, Collection[str]] = {
             "chunk": plan._chunks,
             "batch tensor": {b.name for b in plan.batch},
@@ -314,27 +287,40 @@ class _Names:
             "bucket": plan._buckets,
             "collective": LAWS,
         }
-        self._known: dict[
-            int, Op
-        ] = {}  # by identity: microbatches share ops; these name what is there
+
+    def unknown_first(self, role: RolePlan) -> list[str]:
+        """Return the values to be allocated first that the plan does not have."""
+        exists = self._findings.exists[self._findings.columns.known(ints(role.table.first))]
+        return [] if exists.all() else [v for v in role.allocs_first if v not in self._values]
+
+    def suspects(self) -> list[int]:
+        """Return the instructions that name a stream, value or thing which does not exist, or may do so."""
+        columns, exists = self._findings.columns, self._findings.exists
+        streams = [role.streams for role in self._findings.plan.roles for _ in role.table.templates]
+        faulty = [
+            t.stream not in known or any(self._unknown_in_op(p.op) for p in t.parts)
+            for t, known in zip(columns.templates, streams, strict=True)
+        ]
+        found = [flags(faulty)[columns.template].nonzero()[0]]
+        for uses in (columns.reads, columns.writes, columns.frees, columns.held):
+            found.append(columns.row_instr[uses.rows[~exists[uses.values]]])
+        for values, instrs in (columns.early, columns.made):
+            found.append(instrs[~exists[values]])
+        suspects: list[int] = np.unique(np.concatenate(found)).tolist()
+        return suspects
+
+    @cached_property
+    def _values(self) -> Collection[str]:
+        return self._findings.kinds
 
     def unknown(self, instr: Instr) -> list[str]:
         """Return the names in an instruction that the plan does not have."""
         values = [*instr.frees_before, *instr.allocs_after]
         names: list[str] = []
         for part in instr.parts:
-            values += part.reads
-            values += part.writes
-            values += part.frees
-            values += part.held
-            if id(part.op) not in self._known:
-                missing = self._unknown_in_op(part.op)
-                names += missing
-                if not missing:
-                    self._known[id(part.op)] = part.op
-        if not self._values.issuperset(values):
-            names[:0] = [f"value {v}" for v in values if v not in self._values]
-        return names
+            values += (*part.reads, *part.writes, *part.frees, *part.held)
+            names += self._unknown_in_op(part.op)
+        return [*(f"value {v}" for v in values if v not in self._values), *names]
 
     def _unknown_in_op(self, op: Op) -> list[str]:
         unknown = [(kind, n) for kind, n in _names_in(op) if n not in self._tables[kind]]
@@ -373,18 +359,19 @@ def _alike(plan: Plan, role: RolePlan) -> Sequence[int]:
     return table.alike if table.values.count == plan.microbatches else range(len(table))
 
 
-def _parts_problem(instr: Instr) -> str:
+def _parts_problem(instr: InstrTemplate) -> str:
+    """Return the fault of the parts of an instruction, with {k} for the name of part k."""
     if not instr.parts:
         return "it has no part"
-    communications = [p for p in instr.parts if isinstance(p.op, COMM)]
+    communications = [k for k, p in enumerate(instr.parts) if isinstance(p.op, COMM)]
     if instr.stream == COMPUTE:
         return (
-            f"{part_name(communications[0])} is communication; it needs a stream of its own"
+            f"{{{communications[0]}}} is communication; it needs a stream of its own"
             if communications
             else ""
         )
     if not communications:
-        return f"{part_name(instr.parts[0])} belongs on the stream compute"
+        return f"{{0}} belongs on the stream {COMPUTE}"
     return (
         f"it has {len(instr.parts)} parts; a communication has one" if len(instr.parts) > 1 else ""
     )
@@ -400,7 +387,7 @@ def _wait_problem(role: RolePlan, stream: str, count: int, done: Mapping[str, in
     )
 
 
-def _use_problem(plan: Plan, role: RolePlan, instr: Instr, op: Comm) -> str:
+def _use_problem(plan: Plan, role: RolePlan, stream: str, op: Comm) -> str:
     channel = plan.channel(op.channel)
     kind = "group" if isinstance(op, Collective) else "p2p"
     if channel.kind != kind:
@@ -411,7 +398,7 @@ def _use_problem(plan: Plan, role: RolePlan, instr: Instr, op: Comm) -> str:
         return f"channel {channel.id} delivers to role {channel.roles[1]}"
     if role.role not in channel.roles:
         return f"channel {channel.id} joins {', '.join(channel.roles)}"
-    if instr.stream != channel.stream_on(role.role):
+    if stream != channel.stream_on(role.role):
         return f"channel {channel.id} uses the stream {channel.stream_on(role.role)} here"
     return ""
 
@@ -437,12 +424,7 @@ class _States:
                 self._sizes[kind, bucket.id, True] = size
 
     def needed(self, role: RolePlan) -> Collection[_StateName]:
-        chunks = {
-            part.op.chunk
-            for instr in role.program
-            for part in instr.parts
-            if isinstance(part.op, Compute)
-        }
+        chunks = {op.chunk for op in role.table.ops if isinstance(op, Compute)}
         inputs = (i for c in self._plan.chunks if c.id in chunks for i in c.inputs)
         names: list[_StateName] = []
         for i in inputs:

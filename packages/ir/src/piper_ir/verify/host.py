@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from piper_ir.plan.plan import HOST, Instr, Part, Plan, RolePlan
 from piper_ir.program.collectives import FROM_HOST, HOST_COPIES, TO_HOST
 from piper_ir.program.ops import COMM, Collective
+from piper_ir.verify.columns import PlanColumns
 from piper_ir.verify.rules import Findings, part_name
 
 
@@ -18,25 +19,25 @@ def check_host(findings: Findings) -> None:
                 findings.add("R38-host", problem, role, index)
 
 
-def brought_back(plan: Plan) -> dict[str, str]:
-    """Return the values that come back from the host, each with the value whose copy it is."""
-    copies = [
-        (instr.parts[0], kind)
-        for role in plan.roles
-        if _touches_host(role)
-        for instr in role.program
-        if (kind := _kind(instr))
-    ]
-    originals = {part.writes[0]: part.reads[0] for part, kind in copies if kind == TO_HOST}
+def brought_back(columns: PlanColumns) -> dict[int, int]:
+    """Return the values that come back from the host, each with the value whose copy it is, by number."""
+    originals: dict[int, int] = {}
+    back: dict[int, int] = {}
     # A shard of parameters comes from a state, and is no value that was copied there.
-    back = [(p.writes[0], p.reads[0]) for p, kind in copies if kind == FROM_HOST and p.reads]
-    return {value: originals[copy] for value, copy in back if copy in originals}
+    copies = columns.rows_of(
+        lambda p: isinstance(p.op, Collective) and p.op.kind in HOST_COPIES and bool(p.reads)
+    )
+    for row in copies.tolist():
+        op = columns.parts[columns.row_part[row]].op
+        pair = columns.writes.of(row)[0], columns.reads.of(row)[0]
+        (originals if isinstance(op, Collective) and op.kind == TO_HOST else back).update([pair])
+    return {value: originals[copy] for value, copy in back.items() if copy in originals}
 
 
 def _touches_host(role: RolePlan) -> bool:
     table = role.table
     ops = (part.op for template in table.templates for part in template.parts)
-    return any(category == HOST for _, category in table.values.kinds) or any(
+    return table.values.on_host or any(
         isinstance(op, Collective) and op.kind in HOST_COPIES for op in ops
     )
 

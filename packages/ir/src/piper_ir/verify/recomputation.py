@@ -5,18 +5,17 @@ R may read an output that R of another chunk has made again, also after an excha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 
 from piper_ir.fold.part_memory import value_ports
-from piper_ir.plan.plan import Part, Plan, RolePlan
+from piper_ir.plan.instr_table import PartTemplate
+from piper_ir.plan.plan import Plan
 from piper_ir.program.ops import KEEP_ALL, Collective, Compute
 from piper_ir.program.program import Chunk
 from piper_ir.verify.host import brought_back
 from piper_ir.verify.rules import Findings, part_name
 
 RULE = "R33-recompute"
-
-_Placed = tuple[RolePlan, int, Part]
 
 
 def check_recomputation(findings: Findings) -> None:
@@ -26,19 +25,7 @@ def check_recomputation(findings: Findings) -> None:
         for problem in _table_problems(plan, variant):
             findings.add(RULE, f"chunk {variant.id} under the policy {variant.keep}: {problem}")
     if plan.variants and not findings.violations:
-        forwards: dict[tuple[str, int], _Placed] = {}
-        again: set[str] = set()
-        for role, index, part in _computing(plan):
-            op = part.op
-            assert isinstance(op, Compute)
-            if op.step == "F":
-                forwards[op.chunk, part.mb] = role, index, part
-            elif op.step == "R":
-                again.update(part.writes)
-        again |= {v for part in _exchanges(plan) if part.reads[0] in again for v in part.writes}
-        back = brought_back(plan)
-        for role, index, part in _computing(plan):
-            _check_part(findings, (role, index, part), forwards, again, back)
+        _Recomputed(findings).check()
 
 
 def _table_problems(plan: Plan, variant: Chunk) -> Iterator[str]:
@@ -74,59 +61,86 @@ def _table_problems(plan: Plan, variant: Chunk) -> Iterator[str]:
             yield f"R reads buffer {entry.ref}, which is changed while it waits"
 
 
-def _computing(plan: Plan) -> Iterator[_Placed]:
-    for role, index, instr in plan.instructions():
-        for part in instr.parts:
-            if isinstance(part.op, Compute):
-                yield role, index, part
+class _Backward:
+    """Hold how the parts of one template recompute: the policy, and the slots of its reads that are inputs."""
+
+    def __init__(self, plan: Plan, part: PartTemplate) -> None:
+        op = part.op
+        assert isinstance(op, Compute)
+        chunk = plan.chunk(op.variant)
+        ports = value_ports(chunk, part)
+        names = chunk.steps[op.step].reads
+        slots = {k: n for n, k in enumerate(ports)}
+        self.op = op
+        self.inputs = {names[k]: n for k, n in slots.items() if names[k].startswith("in")}
+        self.again = op.step == "R" or (op.step == "B" and op.keep != KEEP_ALL)
 
 
-def _exchanges(plan: Plan) -> Iterator[Part]:
-    for _, _, instr in plan.instructions():
-        yield from (
-            part
-            for part in instr.parts
-            if isinstance(part.op, Collective) and part.reads and part.mb >= 0
-        )
+class _Recomputed:
+    """Check the parts that run variants.
 
-
-def _check_part(
-    findings: Findings,
-    placed: _Placed,
-    forwards: Mapping[tuple[str, int], _Placed],
-    again: Collection[str],
-    back: Mapping[str, str],
-) -> None:
-    """Check that a part follows the policy of its forward, and that R reads the inputs of the forward.
-
-    `again` are values that R makes again, and `back` the originals of values that come back from the host.
+    `_again` are values that R makes again, and `_back` has the originals of values that come back from the host.
     """
-    role, index, part = placed
-    op = part.op
-    assert isinstance(op, Compute)
-    placed_forward = forwards.get((op.chunk, part.mb))
-    if placed_forward is None:
-        return  # R21 says so
-    _, _, forward = placed_forward
-    assert isinstance(forward.op, Compute)
-    if forward.op.keep != op.keep:
-        message = (
-            f"{part_name(part)} runs under the policy {op.keep}, its forward under "
-            f"{forward.op.keep}; one is expected"
-        )
-        findings.add(RULE, message, role, index)
-    elif op.step == "R" or (op.step == "B" and op.keep != KEEP_ALL):
-        read, forward_reads = _inputs(findings.plan, part), _inputs(findings.plan, forward)
-        for port, value in read.items():
-            value = back.get(value, value)
-            if forward_reads.get(port, value) != value and value not in again:
-                message = f"{part_name(part)} reads {value} as {port}; its forward read {forward_reads[port]}"
-                findings.add(RULE, message, role, index)
 
+    def __init__(self, findings: Findings) -> None:
+        self._findings, self._columns = findings, findings.columns
+        self._steps = [
+            _Backward(findings.plan, p) if isinstance(p.op, Compute) else None
+            for p in self._columns.parts
+        ]
+        self._back = brought_back(findings.columns)
+        self._again = self._made_again()
 
-def _inputs(plan: Plan, part: Part) -> dict[str, str]:
-    """Return the values that a part reads from other chunks and the batch, by port."""
-    assert isinstance(part.op, Compute)
-    chunk = plan.chunk(part.op.variant)
-    reads = chunk.steps[part.op.step].reads
-    return {reads[k]: v for k, v in value_ports(chunk, part).items() if reads[k].startswith("in")}
+    def _made_again(self) -> set[int]:
+        """Return the values that R writes, and the values that exchanges make of them."""
+        columns = self._columns
+        recomputing = columns.rows_of(lambda p: isinstance(p.op, Compute) and p.op.step == "R")
+        again = {v for row in recomputing.tolist() for v in columns.writes.of(row)}
+        exchanges = columns.rows_of(lambda p: isinstance(p.op, Collective) and bool(p.reads))
+        exchanges = exchanges[columns.row_mb[exchanges] >= 0]
+        found = [r for r in exchanges.tolist() if columns.reads.of(r)[0] in again]
+        return again | {v for row in found for v in columns.writes.of(row)}
+
+    def check(self) -> None:
+        """Check that each part follows the policy of its forward, and that R reads the inputs of the forward."""
+        columns = self._columns
+        rows = columns.rows_of(lambda p: isinstance(p.op, Compute)).tolist()
+        parts, mbs = columns.row_part.tolist(), columns.row_mb.tolist()
+        forwards: dict[tuple[str, int], int] = {}
+        for row in rows:
+            step = self._steps[parts[row]]
+            if step is not None and step.op.step == "F":
+                forwards[step.op.chunk, mbs[row]] = row
+        for row in rows:
+            step = self._steps[parts[row]]
+            assert step is not None
+            forward = forwards.get((step.op.chunk, mbs[row]))
+            if forward is not None:  # else R21 says so
+                before = self._steps[parts[forward]]
+                assert before is not None
+                if before.op.keep != step.op.keep or step.again:
+                    for message in self._problems(row, step, forward, before):
+                        instr = int(columns.row_instr[row])
+                        self._findings.add_at(RULE, f"{self._name(row)} {message}", instr)
+
+    def _name(self, row: int) -> str:
+        columns = self._columns
+        number, index = columns.place(int(columns.row_instr[row]))
+        parts = self._findings.plan.roles[number].program[index].parts
+        return part_name(parts[int(columns.row_index[row])])
+
+    def _problems(
+        self, row: int, step: _Backward, forward: int, before: _Backward
+    ) -> Iterator[str]:
+        if before.op.keep != step.op.keep:
+            yield (
+                f"runs under the policy {step.op.keep}, its forward under {before.op.keep}; one is expected"
+            )
+            return
+        reads, name = self._columns.reads.of(row), self._columns.table.name
+        forward_reads = self._columns.reads.of(forward)
+        for port, n in step.inputs.items():
+            value = self._back.get(reads[n], reads[n])
+            own = forward_reads[before.inputs[port]] if port in before.inputs else value
+            if own != value and value not in self._again:
+                yield f"reads {name(value)} as {port}; its forward read {name(own)}"

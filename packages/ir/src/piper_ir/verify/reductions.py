@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from piper_ir.plan.plan import Bucket, Part, Plan, RolePlan
+import numpy as np
+
+from piper_ir.plan.plan import Bucket, Plan, RolePlan
 from piper_ir.program.collectives import law_of
-from piper_ir.program.ops import Collective, Compute, Fold, SquaredNorm, Update
-from piper_ir.verify.happens_before import HappensBefore
+from piper_ir.program.ops import Collective, Compute, Fold, Op, SquaredNorm, Update
+from piper_ir.verify.columns import HappensBefore, PlanColumns
 from piper_ir.verify.rules import Findings
 from piper_ir.verify.values import UsePosition
 
@@ -27,6 +31,11 @@ class _Use:
     reductions: list[UsePosition] = field(default_factory=list)
     updates: list[UsePosition] = field(default_factory=list)
 
+    def sort(self) -> None:
+        """Bring all lists into program order."""
+        for name in self.__slots__:
+            getattr(self, name).sort()
+
     def of_collective(self, op: Collective) -> list[UsePosition]:
         """Return the list for a collective on the bucket."""
         if op.law.state == "param":
@@ -36,28 +45,24 @@ class _Use:
 
 def check_reductions(findings: Findings, orders: dict[str, HappensBefore]) -> None:
     """Check R24, R25, and the part of R26 that all updates clip alike."""
+    columns = findings.columns
     touched = _Touched(findings.plan)
-    updates: list[tuple[RolePlan, int, Update]] = []
-    for role in findings.plan.roles:
-        uses = {b.id: _Use() for b in findings.plan.buckets}
-        for i, instr in enumerate(role.program):
-            for p, part in enumerate(instr.parts):
-                touched.record(uses, part, (i, p))
-                if isinstance(part.op, Update):
-                    updates.append((role, i, part.op))
+    all_updates: list[tuple[RolePlan, int, Update]] = []
+    for number, role in enumerate(findings.plan.roles):
+        updates: list[tuple[RolePlan, int, Update]] = []
+        uses: dict[str, _Use] = defaultdict(_Use)
+        for op, places in _places(columns, number):
+            touched.record(uses, op, places)
+            updates += [(role, i, op) for i, _ in places if isinstance(op, Update)]
+        updates.sort(key=lambda update: update[1])
+        all_updates += updates
+        for use in uses.values():
+            use.sort()
         for bucket in findings.plan.buckets:
-            use = uses[bucket.id]
             if role.role in bucket.roles:
-                _BucketOnRole(findings, role, orders[role.role], bucket, use).check()
-            elif touches := [
-                *use.updates,
-                *use.reductions,
-                *use.norms,
-                *use.gathers,
-                *use.copies,
-                *use.scatters,
-                *use.folds,
-            ]:
+                order = orders[role.role]
+                _BucketOnRole(findings, role, order, bucket, uses[bucket.id]).check()
+            elif bucket.id in uses and (touches := _touches(uses[bucket.id])):
                 index = touches[0][0]
                 findings.add(
                     "R25-update",
@@ -65,7 +70,33 @@ def check_reductions(findings: Findings, orders: dict[str, HappensBefore]) -> No
                     role,
                     index,
                 )
-    _check_clips(findings, updates)
+    _check_clips(findings, all_updates)
+
+
+def _touches(use: _Use) -> list[UsePosition]:
+    """Return where a bucket itself is worked on, not parameters or gradients in it."""
+    return [
+        *use.updates,
+        *use.reductions,
+        *use.norms,
+        *use.gathers,
+        *use.copies,
+        *use.scatters,
+        *use.folds,
+    ]
+
+
+def _places(columns: PlanColumns, role: int) -> Iterator[tuple[Op, list[UsePosition]]]:
+    """Yield each op of the templates of a role, with the parts that it is."""
+    first, end = (columns.first_row[columns.starts[role + k]] for k in (0, 1))
+    numbers = columns.row_part[first:end]
+    order = np.argsort(numbers, kind="stable")
+    start = columns.starts[role]
+    instrs = (columns.row_instr[first:end] - start)[order].tolist()
+    indexes = columns.row_index[first:end][order].tolist()
+    found, starts = np.unique(numbers[order], return_index=True)
+    for part, (a, b) in zip(found.tolist(), pairwise([*starts.tolist(), len(order)]), strict=True):
+        yield columns.parts[part].op, list(zip(instrs[a:b], indexes[a:b], strict=True))
 
 
 def _check_clips(findings: Findings, updates: Iterable[tuple[RolePlan, int, Update]]) -> None:
@@ -105,25 +136,25 @@ class _Touched:
                     added,
                 )
 
-    def record(self, uses: dict[str, _Use], part: Part, place: UsePosition) -> None:
-        """Add a part's accesses to the uses of the buckets."""
-        match part.op:
-            case Compute() as op:
+    def record(self, uses: dict[str, _Use], op: Op, places: list[UsePosition]) -> None:
+        """Add the accesses of parts with an op to the uses of the buckets."""
+        match op:
+            case Compute():
                 used, added = self._steps[op.variant, op.step]
                 for b in used:
-                    uses[b].uses.append(place)
+                    uses[b].uses += places
                 for b in added:
-                    uses[b].accumulations.append(place)
+                    uses[b].accumulations += places
             case SquaredNorm(buckets=buckets):
                 for b in buckets:
-                    uses[b].norms.append(place)
+                    uses[b].norms += places
             case Update(buckets=buckets):
                 for b in buckets:
-                    uses[b].updates.append(place)
+                    uses[b].updates += places
             case Fold(bucket=b):
-                uses[b].folds.append(place)
-            case Collective(bucket=b) as op if b:
-                uses[b].of_collective(op).append(place)
+                uses[b].folds += places
+            case Collective(bucket=b) if b:
+                uses[b].of_collective(op).extend(places)
             case _:
                 pass
 

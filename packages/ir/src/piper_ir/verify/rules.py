@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
 
 from piper_ir.ground.sizes import TensorSpec
 from piper_ir.plan.plan import Category, Instr, Part, Plan, RolePlan
 from piper_ir.program.ops import Compute, op_name
+from piper_ir.verify.columns import Flags, PlanColumns, flags
 
 RULES: dict[str, str] = {
     # form
@@ -111,20 +115,45 @@ class Violation:
         return f"{self.rule}: {self.message}{gap}(the rule: {RULES[self.rule]})"
 
 
-@dataclass(slots=True)
+@dataclass
 class Findings:
     """Collect the violations of one plan in the order in which they are found."""
 
     plan: Plan
     violations: list[Violation] = field(default_factory=list)
-    _kinds: dict[str, tuple[TensorSpec, Category]] | None = None
+
+    @cached_property
+    def columns(self) -> PlanColumns:
+        """Return the programs as columns."""
+        return PlanColumns(self.plan)
+
+    @cached_property
+    def kinds(self) -> dict[str, tuple[TensorSpec, Category]]:
+        """Return the spec and category of every value, as a dict, which is large."""
+        return self.plan.kinds.as_dict()
+
+    @cached_property
+    def exists(self) -> Flags:
+        """Return by number whether the plan has such a value: it is in a list that was given, or else written."""
+        given, columns = self.plan.kinds.given, self.columns
+        if given is not None:
+            return flags([name in given for name in columns.table.names])
+        return self.written
+
+    @cached_property
+    def written(self) -> Flags:
+        """Return by number whether a part writes the value."""
+        exist = np.zeros(self.columns.count, dtype=np.bool_)
+        exist[self.columns.writes.values] = True
+        return exist
 
     @property
-    def kinds(self) -> dict[str, tuple[TensorSpec, Category]]:
-        """Return the spec and category of every value, as a dict, which is the fastest to ask."""
-        if self._kinds is None:
-            self._kinds = self.plan.kinds.as_dict()
-        return self._kinds
+    def unwritten(self) -> list[str]:
+        """Return the values of the plan that nothing writes."""
+        if self.plan.kinds.given is None:
+            return []
+        number = dict(zip(self.columns.table.names, range(self.columns.count), strict=True))
+        return [v for v in self.plan.kinds if not self.written[number[v]]]
 
     def add(self, rule: str, message: str, role: RolePlan | None = None, index: int = -1) -> None:
         """Add a violation of a rule, with the role and the instruction whose fault it is."""
@@ -134,6 +163,11 @@ class Findings:
         else:
             place = instr_text(role, index) if index >= 0 else role_text(role)
             self.violations.append(Violation(rule, f"{place}: {message}", role.role, index))
+
+    def add_at(self, rule: str, message: str, instr: int) -> None:
+        """Add a violation at an instruction that is numbered through all roles."""
+        number, index = self.columns.place(instr)
+        self.add(rule, message, self.plan.roles[number], index)
 
 
 def role_text(role: RolePlan) -> str:

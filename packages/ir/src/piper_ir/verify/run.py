@@ -12,10 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from piper_ir.ground.sizes import TensorSpec
-from piper_ir.plan.plan import COMPUTE, Channel, Instr, Part, Plan, RolePlan
+from piper_ir.plan.instr_table import InstrTemplate
+from piper_ir.plan.plan import COMPUTE, Channel
 from piper_ir.program.collectives import HOST_COPIES
-from piper_ir.program.ops import COMM, Collective, op_name
+from piper_ir.program.ops import Collective, op_name
+from piper_ir.verify.columns import PlanColumns, ints
 from piper_ir.verify.rules import Findings, Violation, instr_title
 
 _Reason = tuple[int, str]
@@ -27,18 +31,14 @@ _Blocked = tuple[int, int, str]
 class Events:
     """Number the events of a plan: instructions that meet on a channel are one event, all others one each.
 
-    `instrs` are the instructions, numbered through all roles, and `at[i]` is the place of number i. `members[e]` are
-    the numbers of event e.
+    Instructions are numbered through all roles. `members[e]` are the instructions of event e, and `event[i]` is the
+    event of instruction i.
     """
 
-    def __init__(self, plan: Plan, meetings: list[list[int]]) -> None:
-        self.plan = plan
-        self.at: list[tuple[RolePlan, int]] = [
-            (role, i) for role in plan.roles for i in range(len(role.program))
-        ]
-        self.instrs: list[Instr] = [instr for role in plan.roles for instr in role.program]
+    def __init__(self, columns: PlanColumns, meetings: list[list[int]]) -> None:
+        self.columns = columns
         self.members: list[list[int]] = []
-        self.event: list[int] = [-1] * len(self.at)
+        self.event: list[int] = [-1] * len(columns.role)
         for meeting in meetings:
             self._join(meeting)
         for i, event in enumerate(self.event):
@@ -52,25 +52,22 @@ class Events:
 
     def says(self, i: int) -> str:
         """Return the name of an instruction in messages."""
-        role, index = self.at[i]
+        number, index = self.columns.place(i)
+        role = self.columns.plan.roles[number]
         return f"{role.role}[{index}] {instr_title(role.program[index])} on {role.program[index].stream}"
 
 
 def meetings(findings: Findings) -> list[list[int]]:
     """Return the instructions that meet, numbered through all roles, per channel in order; check R17 and R18."""
-    uses: dict[str, dict[str, list[int]]] = {
-        c.id: {r: [] for r in c.roles} for c in findings.plan.channels
-    }
-    placed: dict[int, tuple[RolePlan, int, Part]] = {}
-    for number, (role, index, instr) in enumerate(findings.plan.instructions()):
-        op = instr.parts[0].op
-        if isinstance(op, COMM):
-            sides_of = uses[op.channel]
-            sides_of[role.role].append(number)
-            if len(sides_of) > 1:
-                placed[number] = role, index, instr.parts[0]
+    plan, columns = findings.plan, findings.columns
+    uses: dict[str, dict[str, list[int]]] = {c.id: {r: [] for r in c.roles} for c in plan.channels}
+    for role, start in zip(plan.roles, columns.starts, strict=False):
+        for number, id in enumerate(role.table.channels, start):
+            if id:
+                uses[id][role.role].append(number)
+    carried = _Carried(columns)
     all_meetings: list[list[int]] = []
-    for channel in findings.plan.channels:
+    for channel in plan.channels:
         sides = list(uses[channel.id].values())
         rule = "R17-p2p-match" if channel.kind == "p2p" else "R18-group-match"
         if len({len(s) for s in sides}) > 1:
@@ -81,28 +78,45 @@ def meetings(findings: Findings) -> list[list[int]]:
             ]
             findings.add(rule, f"channel {channel.id}: {', '.join(counts)}")
             continue
-        for n, met in enumerate(zip(*sides, strict=True)):
-            carried = (
-                [_carries(findings, placed[i][2]) for i in met] if len(met) > 1 else []
-            )  # else nothing can differ
-            if any(one != carried[0] for one in carried[1:]):
-                findings.add(rule, _mismatch(channel, n, carried), *placed[met[0]][:2])
-            all_meetings.append(list(met))
+        what = [carried.numbers[side] for side in sides]
+        differ = np.any([one != what[0] for one in what], axis=0) if what else ints([])
+        for n in differ.nonzero()[0].tolist():
+            carry = [carried.of(side[n]) for side in sides]
+            findings.add_at(rule, _mismatch(channel, n, carry), sides[0][n])
+        all_meetings += map(list, zip(*sides, strict=True))
     return all_meetings
 
 
-_Carried = tuple[Collective | None, TensorSpec | None]
+_Carry = tuple[Collective | None, TensorSpec | None]
 """The collective that an instruction is, if any, and the value that it brings to a meeting, if any."""
 
 
-def _carries(findings: Findings, part: Part) -> _Carried:
-    """Return the op or the tensor of a communication, equal for communications that fit together."""
-    if not isinstance(part.op, Collective):
-        return None, findings.kinds[(part.reads or part.writes)[0]][0]
-    return part.op, None if part.op.bucket else findings.kinds[part.reads[0]][0]
+class _Carried:
+    """Number the ops and tensors of communications: communications that fit together have equal `numbers`."""
+
+    def __init__(self, columns: PlanColumns) -> None:
+        rows = columns.first_row[:-1]
+        values = columns.reads.first_of(rows)
+        self._values = np.where(values < 0, columns.writes.first_of(rows), values)
+        self._parts = columns.row_part[rows]
+        self._columns = columns
+        keys = self._parts * (len(columns.table.kinds) + 1) + self._values // columns.table.count
+        _, first, same = np.unique(keys, return_index=True, return_inverse=True)
+        known: dict[_Carry, int] = {}
+        carries = [self.of(i) for i in first.tolist()]
+        self.numbers = ints([known.setdefault(carry, len(known)) for carry in carries])[same]
+
+    def of(self, instr: int) -> _Carry:
+        """Return the op or the tensor of a communication; of any other instruction, any."""
+        op = self._columns.parts[self._parts[instr]].op
+        collective = op if isinstance(op, Collective) else None
+        if collective is not None and collective.bucket:
+            return collective, None
+        table = self._columns.table
+        return collective, table.kinds[self._values[instr] // table.count][0]
 
 
-def _mismatch(channel: Channel, n: int, carried: list[_Carried]) -> str:
+def _mismatch(channel: Channel, n: int, carried: list[_Carry]) -> str:
     texts = [_carried_text(op, spec) for op, spec in carried]
     sides = ", ".join(
         f"{what} on role {role}" for what, role in zip(texts, channel.roles, strict=True)
@@ -129,40 +143,42 @@ def run(findings: Findings, events: Events) -> list[int]:
         if serial
         else ("R19-deadlock", "")
     )
-    role, index = events.at[cycle[0][0]]
     text = f"the run hangs{' ' if what else ''}{what}; these wait for each other:"
     for i, reason in cycle:
         text += f"\n  {events.says(i)} {reason}"
-    findings.violations.append(Violation(rule, text, role.role, index))
+    number, index = events.columns.place(cycle[0][0])
+    findings.violations.append(Violation(rule, text, findings.plan.roles[number].role, index))
     return order if serial else []
 
 
-def copies_to_host(instr: Instr) -> bool:
+def _copies_to_host(template: InstrTemplate) -> bool:
     """Return whether an instruction copies to the memory of the host or back, which meets no other rank."""
-    op = instr.parts[0].op
+    op = template.parts[0].op
     return isinstance(op, Collective) and op.kind in HOST_COPIES
 
 
 def _conditions(events: Events, serial: bool) -> Iterator[tuple[int, list[_Reason]]]:
     """Yield each instruction with the instructions that must be done before it starts, and why."""
-    number = 0
-    for role in events.plan.roles:
-        streams: dict[str, list[int]] = {s: [] for s in role.streams}
+    for role, start in zip(events.columns.plan.roles, events.columns.starts, strict=False):
+        last: dict[str, int] = {}
         issued = -1
-        for instr in role.program:
-            own = streams[instr.stream]
-            before: list[_Reason] = [(own[-1], "is next on its stream after")] if own else []
-            before += [(streams[s][n - 1], "waits for") for s, n in instr.waits]
-            if instr.stream != COMPUTE:
-                if streams[COMPUTE]:
-                    before.append((streams[COMPUTE][-1], "is issued after"))
-                if serial and not copies_to_host(instr):
+        table = role.table
+        apart = [_copies_to_host(t) for t in table.templates]
+        columns = zip(table.streams, table.waits, table.used, strict=True)
+        for number, (stream, waits, k) in enumerate(columns, start):
+            before: list[_Reason] = (
+                [(last[stream], "is next on its stream after")] if stream in last else []
+            )
+            before += [(start + j, "waits for") for j in waits]
+            if stream != COMPUTE:
+                if COMPUTE in last:
+                    before.append((last[COMPUTE], "is issued after"))
+                if serial and not apart[k]:
                     if issued >= 0:
                         before.append((issued, "is issued after"))
                     issued = number
             yield number, before
-            own.append(number)
-            number += 1
+            last[stream] = number
 
 
 def _sweep(events: Events, serial: bool) -> list[int]:

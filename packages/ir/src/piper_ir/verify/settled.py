@@ -1,161 +1,122 @@
-"""Find quickly the values that keep R11 to R16 and R29, as nearly all do; `values` looks at the others one by one."""
+"""Find in one pass the values that break R11 to R16 or R29; `values` looks at these one by one and says how."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+import numpy as np
 
-from piper_ir.plan.plan import COMPUTE, Instr, Part, RolePlan
 from piper_ir.program.ops import Collective
-from piper_ir.verify.happens_before import HappensBefore
-
-Sorted = tuple[set[str], set[str]]
-"""The values of a role that keep the rules for sure, and the others."""
+from piper_ir.verify.columns import AllBefore, FieldUses, Flags, Ints, PlanColumns, flags
 
 
-def settled_values(
-    roles: Sequence[RolePlan], orders: Mapping[str, HappensBefore]
-) -> dict[str, Sorted]:
-    """Return, by role, the values that keep the rules and that no other role touches, and the others that it names."""
-    sorted_by_role: dict[str, Sorted] = {}
-    seen, shared = set[str](), set[str]()
-    for role in roles:
-        good, others = _plain(role)
-        walk = _Walk(orders[role.role], others)
-        walk.follow(role)
-        confirmed = walk.settled()
-        good |= confirmed
-        others -= confirmed
-        for values in (good, others):
-            shared |= seen & values
-        seen.update(good, others)
-        sorted_by_role[role.role] = good, others
-    for good, others in sorted_by_role.values() if shared else ():
-        others |= good & shared
-        good -= shared
-    return sorted_by_role
+def unsettled(columns: PlanColumns, order: AllBefore) -> list[int]:
+    """Return the values that are used, and not as the rules of a value's life say, by number."""
+    return _Lives(columns, order).bad.nonzero()[0].tolist()
 
 
-def _plain(role: RolePlan) -> tuple[set[str], set[str]]:
-    """Return the values of a role that are simple by its own instructions, and the others; sets are used for speed."""
-    others, alive, freed = set(role.allocs_first), set[str](), set[str]()
-    for instr in role.program:
-        others.update(instr.frees_before, instr.allocs_after)
-        for part in instr.parts:
-            if instr.stream != COMPUTE:
-                others.update(part.reads, part.writes, part.frees, part.held)
-                continue
-            if not alive.issuperset(part.reads):
-                others.update([v for v in part.reads if v not in alive])
-            others.update(part.held)
-            if not freed.isdisjoint(part.writes):
-                others.update(part.writes)
-            before = len(alive)
-            alive.update(part.writes)
-            if len(alive) != before + len(part.writes):
-                others.update(part.writes)
-            if part.frees:
-                before = len(alive)
-                alive.difference_update(part.frees)
-                if len(alive) != before - len(part.frees):
-                    others.update(part.frees)
-                freed.update(part.frees)
-    others |= alive
-    return freed - others, others
+class _Lives:
+    """Compare the uses of all values with the rules, each rule for all values at once.
 
+    A value lives on one role, is written once, allocated once if communication writes it and else by its writer, read
+    after it is written, freed once, and freed after all uses; on another stream, waits guarantee these orders. Two
+    rows of the stream compute of a role are in the order of their numbers. A row stands at place 2 * row + 1, and the
+    frees before an instruction at the even place before its first row.
 
-class _Walk:
-    """Follow some values of a role through its program, and keep the ones used in an ordinary way.
-
-    Each is allocated once if communication writes it, written once, read afterwards, by at most one communication, and
-    freed once, at last, by an instruction that has waited for all of that.
+    Attributes:
+        bad: by value, whether it breaks a rule.
     """
 
-    def __init__(self, order: HappensBefore, mine: Container[str]) -> None:
-        self._order, self._mine = order, mine
-        self._allocated: dict[str, int] = {}
-        self._written: dict[str, int] = {}  # values that are alive, by where
-        self._computed: dict[str, int] = {}  # where compute read a value last
-        self._carried: dict[str, int] = {}  # which communication wrote a value
-        self._sent: dict[str, int] = {}  # which communication reads a value
-        self._spoiled: set[str] = set()
-        self._freed: set[str] = set()
-        self._odd: set[str] = set()
+    def __init__(self, columns: PlanColumns, order: AllBefore) -> None:
+        self._columns, self._order = columns, order
+        self.bad = np.zeros(columns.count, dtype=np.bool_)
+        self._role = columns.role[columns.row_instr]
+        self._compute = columns.compute_row
+        frees, early = columns.frees, columns.early
+        self._writer = self._at(columns.writes.values, columns.writes.rows)
+        self._free = self._at(frees.values, 2 * frees.rows + 1)
+        self._free[early[0]] = 2 * columns.first_row[early[1]]
+        if not len(self._role):
+            self.bad[columns.first[0]] = True
+            return
+        self._once()
+        self._at_home()
+        # Rules on orders compare rows of one role, and ask for the one writer and the one free.
+        self._check_allocations()
+        for uses in (columns.reads, columns.held):
+            self._check_reads(uses)
+            self._check_free(uses.values, uses.rows)
+        self._check_spoiled()
+        self._check_free(columns.writes.values, columns.writes.rows)
 
-    def settled(self) -> set[str]:
-        """Return the values that keep the rules."""
-        return self._freed - self._odd
+    def _at(self, values: Ints, places: Ints) -> Ints:
+        """Return by value the place of its use; any of several."""
+        found = np.zeros(self._columns.count, np.int64)
+        found[values] = places
+        return found
 
-    def follow(self, role: RolePlan) -> None:
-        """Take all instructions in program order."""
-        self._allocate(role.allocs_first, -1)
-        for i, instr in enumerate(role.program):
-            if instr.stream == COMPUTE:
-                self._compute(instr, i)
-            else:
-                self._communicate(instr, i)
+    def _times(self, *values: Ints) -> Ints:
+        return np.bincount(np.concatenate(values), minlength=self._columns.count)
 
-    def _compute(self, instr: Instr, i: int) -> None:
-        mine = self._mine
-        self._free(instr.frees_before, i)
-        for part in instr.parts:
-            self._read([v for v in part.reads if v in mine], i)
-            self._read(part.held, i)
-            for v in part.writes:
-                if v in mine:
-                    if v in self._allocated or v in self._written or v in self._freed:
-                        self._odd.add(v)
-                    self._written[v] = i
-            self._free([v for v in part.frees if v in mine], i)
-        self._allocate(instr.allocs_after, i)
+    def _once(self) -> None:
+        """Check that each value that is used is written once, freed once, and allocated once or with its writer."""
+        columns = self._columns
+        written = self._times(columns.writes.values)
+        freed = self._times(columns.frees.values, columns.early[0])
+        made = self._times(columns.made[0], columns.first[0])
+        used = (written > 0) | (freed > 0) | (made > 0)
+        for uses in (columns.reads, columns.held):
+            used[uses.values] = True
+        wrong = (written != 1) | (freed != 1) | (made == self._compute[self._writer])
+        self.bad |= used & (wrong | (made > 1))
 
-    def _communicate(self, instr: Instr, i: int) -> None:
-        self._odd.update(instr.frees_before, instr.allocs_after)
-        for part in instr.parts:
-            self._odd.update(part.frees, part.held)
-            for v in part.reads:
-                self._send(v, part, i)
-            for v in part.writes:
-                at = self._allocated.get(v)
-                if (
-                    at is None
-                    or v in self._written
-                    or v in self._freed
-                    or not (at < 0 or self._order.precedes(at, i))
-                ):
-                    self._odd.add(v)
-                self._written[v] = self._carried[v] = i
+    def _at_home(self) -> None:
+        """Check that the role which writes a value is the one that uses it."""
+        columns = self._columns
+        home = self._role[self._writer]
+        for uses in (columns.reads, columns.held, columns.frees):
+            self.bad[uses.values[home[uses.values] != self._role[uses.rows]]] = True
+        for values, instrs in (columns.early, columns.made):
+            self.bad[values[home[values] != columns.role[instrs]]] = True
+        values, roles = columns.first
+        self.bad[values[home[values] != roles]] = True
 
-    def _read(self, values: Iterable[str], i: int) -> None:
-        for v in values:
-            at = self._written.get(v)
-            if at is None or v in self._spoiled or not (at == i or self._order.precedes(at, i)):
-                self._odd.add(v)
-            self._computed[v] = i
+    def _late(self, values: Ints, first: Ints, second: Ints) -> Flags:
+        """Return where, of a good value, row `first` of communication is perhaps not done before row `second`."""
+        late = ~self.bad[values]
+        instrs = self._columns.row_instr
+        late[late] = ~self._order.precede(instrs[first[late]], instrs[second[late]])
+        return late
 
-    def _send(self, v: str, part: Part, i: int) -> None:
-        at = self._written.get(v)
-        if at is None or v in self._sent or not self._order.precedes(at, i):
-            self._odd.add(v)
-        self._sent[v] = i
-        if isinstance(part.op, Collective) and part.op.law.spoils:
-            last = self._computed.get(
-                v
-            )  # who has waited for this has waited for all that compute read before
-            if last is not None and not self._order.precedes(last, i):
-                self._odd.add(v)
-            self._spoiled.add(v)
+    def _check_allocations(self) -> None:
+        values, instrs = self._columns.made
+        good = ~self.bad[values]
+        writers = self._columns.row_instr[self._writer[values[good]]]
+        self.bad[values[good][~self._order.precede(instrs[good], writers)]] = True
 
-    def _free(self, values: Iterable[str], i: int) -> None:
-        for v in values:
-            if self._written.pop(v, None) is None:
-                self._odd.add(v)
-            for communication in (self._carried.get(v), self._sent.get(v)):
-                if communication is not None and not self._order.precedes(communication, i):
-                    self._odd.add(v)
-            self._freed.add(v)
+    def _check_reads(self, reads: FieldUses) -> None:
+        """Check that each read comes after the write."""
+        writer = self._writer[reads.values]
+        self.bad[reads.values[writer >= reads.rows]] = True
+        asked = (~(self._compute[writer] & self._compute[reads.rows])).nonzero()[0]
+        values = reads.values[asked]
+        self.bad[values[self._late(values, writer[asked], reads.rows[asked])]] = True
 
-    def _allocate(self, values: Iterable[str], i: int) -> None:
-        for v in values:
-            if v in self._allocated or v in self._written or v in self._freed:
-                self._odd.add(v)
-            self._allocated[v] = i
+    def _check_spoiled(self) -> None:
+        """Check that all other reads of a value come before a collective that leaves it undefined."""
+        columns = self._columns
+        spoils = flags([isinstance(p.op, Collective) and p.op.law.spoils for p in columns.parts])
+        uses = columns.reads
+        spoiled = spoils[columns.row_part[uses.rows]]
+        by = self._at(uses.values[spoiled], uses.rows[spoiled] + 1)
+        self.bad |= self._times(uses.values[spoiled]) > 1
+        for uses in (columns.reads, columns.held):
+            row = by[uses.values] - 1
+            others = ((row >= 0) & (row != uses.rows)).nonzero()[0]
+            values = uses.values[others]
+            self.bad[values[self._late(values, uses.rows[others], row[others])]] = True
+
+    def _check_free(self, values: Ints, rows: Ints) -> None:
+        """Check that a value is freed after a use, by an instruction that has waited for it."""
+        free = self._free[values]
+        self.bad[values[2 * rows + 1 > free]] = True
+        asked = (~self._compute[rows]).nonzero()[0]
+        self.bad[values[asked][self._late(values[asked], rows[asked], free[asked] // 2)]] = True

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from piper_ir.plan.plan import Bucket, Channel, Part, Plan, RolePlan
-from piper_ir.program.ops import Collective, Compute, Fold, Fresh
-from piper_ir.verify.happens_before import HappensBefore
+import numpy as np
+
+from piper_ir.plan.instr_table import PartTemplate
+from piper_ir.plan.plan import Bucket, Channel, Plan
+from piper_ir.program.ops import Collective, Compute, Fold, Fresh, Op
+from piper_ir.verify.columns import HappensBefore, flags
 from piper_ir.verify.rules import Findings
 from piper_ir.verify.training import ALIGNMENT
 
-Named = dict[str, str]
+Named = dict[int, str]
 """The bucket of each value that stands for one."""
 
 
@@ -64,8 +68,8 @@ def _joins(channel: Channel, role: str, axes: set[str]) -> bool:
 def check_sharded_use(findings: Findings, orders: dict[str, HappensBefore]) -> None:
     """Check R31 and R32 for values; `training` checks changes of states in place."""
     asked = _Asked(findings.plan)
-    for role in findings.plan.roles:
-        _SharedValues(findings, role, orders[role.role], asked).check()
+    for number, role in enumerate(findings.plan.roles):
+        _SharedValues(findings, number, orders[role.role], asked).check()
 
 
 class _Asked:
@@ -109,54 +113,80 @@ class _SharedValues:
     """Check the gathered and reduced values of one role."""
 
     def __init__(
-        self, findings: Findings, role: RolePlan, order: HappensBefore, asked: _Asked
+        self, findings: Findings, number: int, order: HappensBefore, asked: _Asked
     ) -> None:
-        self.findings, self.role, self.order, self.asked = findings, role, order, asked
+        self.findings, self.order, self.asked = findings, order, asked
+        self.columns, self.number = findings.columns, number
+        self.role = findings.plan.roles[number]
         self.gathered: Named = {}
         self.copies: Named = {}  # of parameters, or of shards of them, from the host
-        self.buffers: dict[str, _Buffer] = {}
-        self.sums: dict[str, str] = {}  # output of a scatter -> its buffer
+        self.buffers: dict[int, _Buffer] = {}
+        self.sums: dict[int, int] = {}  # output of a scatter -> its buffer
 
     def check(self) -> None:
         """Add the violations of the role."""
-        self._follow_collectives()
-        for index, instr in enumerate(self.role.program):
-            for part in instr.parts:
-                if isinstance(part.op, Fold):
-                    self._fold(index, part.op.bucket, part.reads[0])
-                elif isinstance(part.op, Compute) or part.held:
-                    self._held(index, part.op if isinstance(part.op, Compute) else None, part.held)
+        for index, part, row in self._rows(lambda p: isinstance(p.op, Collective | Fresh)):
+            self._follow(index, part.op, row)
+        for index, part, row in self._rows(self._concerns):
+            if isinstance(part.op, Fold):
+                self._fold(index, part.op.bucket, self.columns.reads.of(row)[0])
+            else:
+                op = part.op if isinstance(part.op, Compute) else None
+                self._held(index, op, self.columns.held.of(row))
         for value, buffer in self.buffers.items():
             self._check_buffer(value, buffer)
 
-    def _follow_collectives(self) -> None:
-        """Find the gathered parameters and the gradient buffers, and check how buffers are scattered."""
-        for index, instr in enumerate(self.role.program):
-            for part in instr.parts:
-                match part.op:
-                    case Collective(kind="from_host", bucket=bucket) if bucket:
-                        self.copies |= dict.fromkeys(part.writes, bucket)
-                        if not self.findings.plan.bucket(bucket).shard.params:
-                            self.gathered |= dict.fromkeys(part.writes, bucket)
-                    case Collective(bucket=bucket) if bucket:
-                        self._gather(index, part)
-                        self.gathered |= dict.fromkeys(part.writes, bucket)
-                    case Fresh(bucket=bucket):
-                        self.buffers[part.writes[0]] = _Buffer(bucket)
-                    case Collective() if part.reads[0] in self.buffers:
-                        self._scatter(index, part.op, part.reads[0], part.writes[0])
-                    case _:
-                        pass
+    def _rows(
+        self, fact: Callable[[PartTemplate], bool]
+    ) -> Iterator[tuple[int, PartTemplate, int]]:
+        """Yield the parts of the role with a fact, in program order, each with its instruction and its row."""
+        columns, start = self.columns, self.columns.starts[self.number]
+        end = columns.starts[self.number + 1]
+        known = columns.row_part[columns.first_row[start] : columns.first_row[end]]
+        with_it = [False] * len(columns.parts)
+        for n in np.unique(known).tolist():
+            with_it[n] = fact(columns.parts[n])
+        rows = flags(with_it)[known].nonzero()[0] + columns.first_row[start]
+        instrs = columns.row_instr[rows] - start
+        parts = columns.row_part[rows]
+        for index, n, row in zip(instrs.tolist(), parts.tolist(), rows.tolist(), strict=True):
+            yield index, columns.parts[n], row
 
-    def _gather(self, index: int, part: Part) -> None:
+    def _concerns(self, part: PartTemplate) -> bool:
+        """Return whether a part holds, or is to hold, values of buckets; or adds a sum to gradients."""
+        if isinstance(part.op, Fold) or part.held:
+            return True
+        return isinstance(part.op, Compute) and any(self.asked.of(part.op))
+
+    def _name(self, value: int) -> str:
+        return self.columns.table.name(value)
+
+    def _follow(self, index: int, op: Op, row: int) -> None:
+        """Record gathered parameters and gradient buffers, and check how buffers are scattered."""
+        reads, writes = self.columns.reads.of(row), self.columns.writes.of(row)
+        match op:
+            case Collective(kind="from_host", bucket=bucket) if bucket:
+                self.copies |= dict.fromkeys(writes, bucket)
+                if not self.findings.plan.bucket(bucket).shard.params:
+                    self.gathered |= dict.fromkeys(writes, bucket)
+            case Collective(bucket=bucket) if bucket:
+                self._gather(index, bucket, reads)
+                self.gathered |= dict.fromkeys(writes, bucket)
+            case Fresh(bucket=bucket):
+                self.buffers[writes[0]] = _Buffer(bucket)
+            case Collective() if reads[0] in self.buffers:
+                self._scatter(index, op, reads[0], writes[0])
+            case _:
+                pass
+
+    def _gather(self, index: int, bucket: str, reads: list[int]) -> None:
         """Check that a gather of parameters which are on the host reads this rank's shard of them."""
-        assert isinstance(part.op, Collective)
-        brought = [self.copies.get(v) for v in part.reads]
-        if brought != [part.op.bucket] * len(part.reads):
-            text = f"it gathers {part.op.bucket} from {', '.join(part.reads)}, which is no copy of its shard"
+        brought = [self.copies.get(v) for v in reads]
+        if brought != [bucket] * len(reads):
+            text = f"it gathers {bucket} from {', '.join(map(self._name, reads))}, which is no copy of its shard"
             self.findings.add("R31-gathered", text, self.role, index)
 
-    def _scatter(self, index: int, op: Collective, value: str, result: str) -> None:
+    def _scatter(self, index: int, op: Collective, value: int, result: int) -> None:
         bucket = self.findings.plan.bucket(self.buffers[value].bucket)
         channel = (
             bucket.scatter[bucket.roles.index(self.role.role)]
@@ -164,13 +194,14 @@ class _SharedValues:
             else ""
         )
         if op.kind != "reduce_scatter" or op.channel != channel:
-            text = f"{value} is given to {op.law.name} on channel {op.channel}; ReduceScatter on {channel} is expected"
+            given = f"{self._name(value)} is given to {op.law.name} on channel {op.channel}"
+            text = f"{given}; ReduceScatter on {channel} is expected"
             self.findings.add("R32-contributions", text, self.role, index)
         self.buffers[value].scatters.append(index)
         self.sums[result] = value
 
-    def _fold(self, index: int, bucket: str, value: str) -> None:
-        buffer = self.buffers.get(self.sums.get(value, ""))
+    def _fold(self, index: int, bucket: str, value: int) -> None:
+        buffer = self.buffers.get(self.sums.get(value, -1))
         if buffer is None or buffer.bucket != bucket:
             description = (
                 "no sum of gradients"
@@ -179,14 +210,14 @@ class _SharedValues:
             )
             self.findings.add(
                 "R32-contributions",
-                f"it adds {value} to {bucket}, which is {description}",
+                f"it adds {self._name(value)} to {bucket}, which is {description}",
                 self.role,
                 index,
             )
         else:
             buffer.folds.append(index)
 
-    def _held(self, index: int, op: Compute | None, held: tuple[str, ...]) -> None:
+    def _held(self, index: int, op: Compute | None, held: list[int]) -> None:
         reads, adds = self.asked.of(op) if op is not None else (set[str](), set[str]())
         gathered = [self.gathered[v] for v in held if v in self.gathered]
         added = [self.buffers[v].bucket for v in held if v in self.buffers]
@@ -204,8 +235,8 @@ class _SharedValues:
             if v in self.buffers:
                 self.buffers[v].adds.append(index)
 
-    def _check_buffer(self, value: str, buffer: _Buffer) -> None:
-        problem, index = "", -1
+    def _check_buffer(self, number: int, buffer: _Buffer) -> None:
+        problem, index, value = "", -1, self._name(number)
         if len(buffer.scatters) != 1:
             problem = f"{value} is scattered {len(buffer.scatters)} times; once is expected"
         elif len(buffer.folds) != 1:

@@ -43,7 +43,13 @@ def _check_inside(findings: Findings, params: Mapping[str, Param]) -> None:
     """Check R36."""
     plan = findings.plan
     known: dict[tuple[str, str], tuple[str, Meetings]] = {}
+    problems: dict[int, list[str]] = {}  # by identity: equal layers share signatures
     for chunk in (*plan.chunks, *plan.variants):
+        for step, sig in chunk.steps.items():
+            if id(sig) not in problems:
+                problems[id(sig)] = list(_signature_problems(plan, sig))
+            for problem in problems[id(sig)]:
+                findings.add("R36-inside", f"{step} of chunk {chunk.variant} {problem}")
         for problem in (*_step_problems(plan, chunk, params), *_alike_problems(chunk, known)):
             findings.add("R36-inside", problem)
     for channel in plan.channels:
@@ -106,12 +112,6 @@ def _bucket_problem(bucket: Bucket, members: Iterable[Param]) -> str:
 
 
 def _step_problems(plan: Plan, chunk: Chunk, params: Mapping[str, Param]) -> Iterator[str]:
-    for step, sig in chunk.steps.items():
-        for problem in (
-            *filter(None, (_collective_problem(plan, one) for one in sig.collectives)),
-            *_overlap_problems(sig),
-        ):
-            yield f"{step} of chunk {chunk.variant} {problem}"
     written = {port for sig in chunk.steps.values() for port in sig.writes}
     for port, over in chunk.terms:
         if port not in written:
@@ -146,6 +146,12 @@ def _collective_problem(plan: Plan, one: StepCollective) -> str:
             f"has an {one.kind} of {one.nbytes} bytes, which {degree} devices cannot share equally"
         )
     return ""
+
+
+def _signature_problems(plan: Plan, sig: Signature) -> Iterator[str]:
+    yield from filter(None, [_collective_problem(plan, one) for one in sig.collectives])
+    if sig.overlaps:
+        yield from _overlap_problems(sig)
 
 
 def _overlap_problems(sig: Signature) -> Iterator[str]:

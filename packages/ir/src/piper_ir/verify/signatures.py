@@ -7,7 +7,7 @@ from typing import assert_never
 
 from piper_ir.ground.errors import PlanError
 from piper_ir.ground.sizes import ITEM_BYTES, TensorSpec
-from piper_ir.plan.plan import Category, Part, is_state
+from piper_ir.plan.plan import Category, is_state
 from piper_ir.program.collectives import FROM_HOST
 from piper_ir.program.ops import (
     Add,
@@ -33,38 +33,43 @@ class Signatures:
 
     def __init__(self, findings: Findings) -> None:
         self.plan = plan = findings.plan
-        self._kinds = findings.kinds
+        self.columns = findings.columns
         self._batch = {b.name: b.spec.bind(plan.rows) for b in plan.batch}
         self._steps: dict[tuple[str, str], tuple[list[TensorSpec], list[TensorSpec]]] = {}
         self._sizes: dict[str, int] = {}
 
-    def problems(self, part: Part) -> Iterable[str]:
-        """Yield the problems of a part's reads and writes."""
-        if isinstance(part.op, Compute | Load | Seed) and not 0 <= part.mb < self.plan.microbatches:
-            yield f"microbatch {part.mb} is not in 0..{self.plan.microbatches - 1}"
-        elif part.mb != -1 and _of_step(part.op):
-            yield f"it is an op of the whole step, and names the microbatch {part.mb}"
-        elif not -1 <= part.mb < self.plan.microbatches:
-            yield f"microbatch {part.mb} is not in -1..{self.plan.microbatches - 1}"
+    def problems(self, row: int) -> Iterable[str]:
+        """Yield the problems of the reads and writes of the part in a row."""
+        op, mb = self.columns.parts[self.columns.row_part[row]].op, int(self.columns.row_mb[row])
+        if isinstance(op, Compute | Load | Seed) and not 0 <= mb < self.plan.microbatches:
+            yield f"microbatch {mb} is not in 0..{self.plan.microbatches - 1}"
+        elif mb != -1 and _of_step(op):
+            yield f"it is an op of the whole step, and names the microbatch {mb}"
+        elif not -1 <= mb < self.plan.microbatches:
+            yield f"microbatch {mb} is not in -1..{self.plan.microbatches - 1}"
+        reads, writes = self.columns.reads.of(row), self.columns.writes.of(row)
         try:
-            reads, writes = self._op(part)
+            expected = self._op(op, reads, writes)
         except PlanError as e:
             yield str(e)
             return
-        yield from self._compare("reads", part.reads, reads)
-        yield from self._compare("writes", part.writes, writes)
+        yield from self._compare("reads", reads, expected[0])
+        yield from self._compare("writes", writes, expected[1])
 
-    def _compare(
-        self, verb: str, values: tuple[str, ...], expected: list[TensorSpec]
-    ) -> Iterable[str]:
+    def _spec(self, value: int) -> TensorSpec:
+        table = self.columns.table
+        return table.kinds[value // table.count][0]
+
+    def _compare(self, verb: str, values: list[int], expected: list[TensorSpec]) -> Iterable[str]:
         if len(values) != len(expected):
             yield f"it {verb} {len(values)} values; {len(expected)} are expected"
             return
-        specs = [self._kinds[v][0] for v in values]
+        specs = [self._spec(v) for v in values]
         if specs != expected:  # equal objects first, of which microbatches have the same
             for value, actual, spec in zip(values, specs, expected, strict=True):
                 if actual != spec:
-                    yield f"it {verb} {value}, a {actual}; {spec} is expected"
+                    name = self.columns.table.name(value)
+                    yield f"it {verb} {name}, a {actual}; {spec} is expected"
 
     def _step(self, op: Compute) -> tuple[list[TensorSpec], list[TensorSpec]]:
         """Return the tensors that a chunk's step reads and writes; raise PlanError if the chunk has no such step."""
@@ -81,12 +86,11 @@ class Signatures:
             self._steps[key] = reads, [port_spec(chunk, p) for p in sig.writes]
         return self._steps[key]
 
-    def _op(self, part: Part) -> tuple[list[TensorSpec], list[TensorSpec]]:
+    def _op(
+        self, op: Op, read: list[int], written: list[int]
+    ) -> tuple[list[TensorSpec], list[TensorSpec]]:
         """Return the tensors that an op reads and writes; ops that take any shape get their first value's."""
-        kinds, op = self._kinds, part.op
-        first = [kinds[v][0] for v in (*part.reads, *part.writes)[:1]] or [
-            TensorSpec((), "float32")
-        ]
+        first = [self._spec(v) for v in [*read, *written][:1]] or [TensorSpec((), "float32")]
         reads: list[TensorSpec] = []
         writes: list[TensorSpec] = []
         match op:
@@ -97,13 +101,13 @@ class Signatures:
             case Fresh() | Fold():
                 reads, writes = self._gradients(op)
             case Add():
-                reads, writes = first * max(1, len(part.reads)), first
+                reads, writes = first * max(1, len(read)), first
             case Send() | Recv():
                 reads, writes = (first, []) if isinstance(op, Send) else ([], first)
             case Collective():
                 reads, writes = self._collective(op, first)
             case Update():
-                scalars = [TensorSpec((), kinds[v][0].dtype) for v in part.reads] + first * 2
+                scalars = [TensorSpec((), self._spec(v).dtype) for v in read] + first * 2
                 reads = scalars[: int(op.weighted) + int(op.normed)]
             case Compute():
                 reads, writes = self._step(op)

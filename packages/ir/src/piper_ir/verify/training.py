@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from itertools import product
 from math import isclose
 
+import numpy as np
+
 from piper_ir.ground.expert_tokens import counts_tokens
 from piper_ir.ground.sizes import bind
-from piper_ir.plan.plan import Bucket, Part, Plan, RolePlan
+from piper_ir.plan.plan import Bucket, Plan, RolePlan
 from piper_ir.program.ops import KEEP_ALL, Compute, Op, Seed, Update
-from piper_ir.program.program import Step
+from piper_ir.program.program import Chunk, Param, Signature, Step
+from piper_ir.verify.columns import Ints, flags, ints
 from piper_ir.verify.rules import Findings
 from piper_ir.verify.values import UsePosition
 
@@ -23,36 +27,99 @@ _RolePosition = tuple[RolePlan, UsePosition]
 
 def check_steps(findings: Findings) -> None:
     """Check R21, and the parts of R26 on how loss gradients start and updates are weighted."""
-    plan = findings.plan
-    variants: dict[tuple[str, int], str] = {}
-    ran: dict[tuple[str, int, str], list[_RolePosition]] = {}
-    for role, place, part in _parts(plan):
-        op = part.op
-        if isinstance(op, Compute):
-            ran.setdefault((op.chunk, part.mb, op.step), []).append((role, place))
-            if op.keep != KEEP_ALL:
-                variants[op.chunk, part.mb] = op.variant
-        elif problem := _scale_problem(plan, op):
-            findings.add("R26-scale", problem, role, place[0])
-    if plan.chunks and plan.microbatches > len(
-        ran
-    ):  # said once, since there may be any number of microbatches
+    plan, columns = findings.plan, findings.columns
+    scaled = _is_scaled(plan)
+    wrong = [_scale_problem(plan, part.op, scaled) for part in columns.parts]
+    for row in flags(list(map(bool, wrong)))[columns.row_part].nonzero()[0]:
+        problem = wrong[columns.row_part[row]]
+        findings.add_at("R26-scale", problem, int(columns.row_instr[row]))
+    runs = _Runs(findings)
+    if plan.chunks and plan.microbatches > runs.different:
+        # said once, since there may be any number of microbatches
         findings.add(
             "R21-steps",
-            f"the plan has {plan.microbatches} microbatches, and runs {len(ran)} steps in all",
+            f"the plan has {plan.microbatches} microbatches, and runs {runs.different} steps in all",
         )
         return
-    _check_buffers(findings, ran)
-    _check_runs(findings, variants, ran)
+    _check_buffers(findings, runs.of)
+    _check_runs(findings, runs)
 
 
-def _scale_problem(plan: Plan, op: Op) -> str:
+class _Runs:
+    """Hold where each step of a chunk runs in each microbatch, as rows in a table.
+
+    A key is the number of a (chunk, step) and a microbatch; `rows` are the rows that compute, in order of their keys.
+    """
+
+    def __init__(self, findings: Findings) -> None:
+        plan = findings.plan
+        self._columns = columns = findings.columns
+        self._many = int(columns.row_mb.max(initial=0)) + 1
+        self._number = {c.id: n for n, c in enumerate(plan.chunks)}
+        steps = [
+            self._step(p.op.chunk, p.op.step) if isinstance(p.op, Compute) else -1
+            for p in columns.parts
+        ]
+        step = ints(steps)[columns.row_part]
+        rows = (step >= 0).nonzero()[0]
+        keys = step[rows] * self._many + columns.row_mb[rows]
+        order = np.argsort(keys, kind="stable")
+        self.rows, keys = rows[order], keys[order]
+        self._keys, first, self._times = np.unique(keys, return_index=True, return_counts=True)
+        self._first = first
+        self.different = len(self._keys)
+
+    def _step(self, chunk: str, step: Step) -> int:
+        return self._number.setdefault(chunk, len(self._number)) * len(STEPS) + STEPS.index(step)
+
+    def of(self, chunk: str, mb: int, step: Step) -> list[_RolePosition]:
+        """Return where a step runs in a microbatch, in order of roles and programs."""
+        if mb >= self._many:
+            return []
+        key = self._step(chunk, step) * self._many + mb
+        n = int(np.searchsorted(self._keys, key))
+        if n == len(self._keys) or self._keys[n] != key:
+            return []
+        first = int(self._first[n])
+        return [self._place(int(row)) for row in self.rows[first : first + int(self._times[n])]]
+
+    def _place(self, row: int) -> _RolePosition:
+        columns = self._columns
+        number, index = columns.place(int(columns.row_instr[row]))
+        return columns.plan.roles[number], (index, int(columns.row_index[row]))
+
+    @cached_property
+    def table(self) -> tuple[Ints, Ints]:
+        """Return how often each step runs, and the row where it does first: by chunk, step and microbatch."""
+        step, mb = np.divmod(self._keys, self._many)
+        at = (*np.divmod(step, len(STEPS)), mb)
+        shape = len(self._number), len(STEPS), self._columns.plan.microbatches
+        times, rows = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        times[at], rows[at] = self._times, self.rows[self._first]
+        return times, rows
+
+    @cached_property
+    def variants(self) -> Mapping[tuple[int, int], str]:
+        """Return the variant of each chunk (by number) and microbatch that runs under a policy."""
+        columns = self._columns
+        ops = [p.op if isinstance(p.op, Compute) else None for p in columns.parts]
+        rows = columns.rows_of(lambda p: isinstance(p.op, Compute) and p.op.keep != KEEP_ALL)
+        found: dict[tuple[int, int], str] = {}
+        for part, mb in zip(
+            columns.row_part[rows].tolist(), columns.row_mb[rows].tolist(), strict=True
+        ):
+            if (op := ops[part]) is not None:
+                found[self._number[op.chunk], mb] = op.variant
+        return found
+
+
+def _scale_problem(plan: Plan, op: Op, scaled: bool) -> str:
     """Return the fault of the number from which a loss gradient starts, or of an update's weight; "" if none."""
     if isinstance(op, Seed):
         expected = 1 / (plan.microbatches * plan.replicas) if plan.loss_kind == "mean" else 1.0
         if not isclose(op.value, expected, rel_tol=1e-12):
             return f"the loss gradient starts from {op.value!r}; {expected!r} is expected"
-        if op.scaled != _is_scaled(plan):
+        if op.scaled != scaled:
             return f"scaled is {op.scaled}, but the updates have scaled={not op.scaled}"
     elif isinstance(op, Update) and op.weighted != (plan.loss_kind == "sum") and not plan.evaluates:
         return f"weighted is {op.weighted}, but the loss is a {plan.loss_kind}"
@@ -61,48 +128,81 @@ def _scale_problem(plan: Plan, op: Op) -> str:
 
 def _is_scaled(plan: Plan) -> bool:
     """Return whether the first update divides gradients by the scale of the loss; R26 says that all do alike."""
-    updates = (
-        part.op
-        for role in plan.roles
-        for instr in reversed(role.program)
-        for part in instr.parts
-        if isinstance(part.op, Update)
-    )
-    return next((op.scaled for op in updates), False)
+    for table in [role.table for role in plan.roles]:
+        scaled = [
+            [p.op.scaled for p in t.parts if isinstance(p.op, Update)] for t in table.templates
+        ]
+        for k in reversed(table.used):
+            if scaled[k]:
+                return scaled[k][0]
+    return False
 
 
-def _check_runs(
-    findings: Findings,
-    variants: Mapping[tuple[str, int], str],
-    ran: Mapping[tuple[str, int, str], list[_RolePosition]],
-) -> None:
+def _check_runs(findings: Findings, runs: _Runs) -> None:
     """Check R21 for chunks: each step runs once for each microbatch, after the step before it."""
-    plan = findings.plan
-    for chunk in plan.chunks:
-        for mb in range(plan.microbatches):
-            before: _RolePosition | None = None
-            steps = plan.chunk(variants.get((chunk.id, mb), chunk.id)).steps
-            whole = bool(ran.get((chunk.id, mb, "B")))
-            for step in STEPS:
-                runs = ran.get((chunk.id, mb, step), [])
-                other = whole if step in ("R", "I", "W") else step == "B" and not whole
-                times = 0 if other or step not in steps or steps[step].empty else 1
-                if len(runs) != times:
-                    roles = f" (on {', '.join(role.role for role, _ in runs)})" if runs else ""
-                    findings.add(
-                        "R21-steps",
-                        f"{step} of chunk {chunk.id} runs {len(runs)} times{roles} for microbatch {mb}; {times} "
-                        f"expected",
-                    )
-                elif runs:
-                    _check_follows(
-                        findings, f"{step} of chunk {chunk.id} for microbatch {mb}", runs[0], before
-                    )
-                    before = runs[0]
+    for chunk, mb in _suspects(findings, runs):
+        before: _RolePosition | None = None
+        steps = _steps_of(findings.plan, chunk, mb, runs)
+        whole = bool(runs.of(chunk.id, mb, "B"))
+        for step in STEPS:
+            found = runs.of(chunk.id, mb, step)
+            times = int(_expected(steps, step, whole))
+            if len(found) != times:
+                roles = f" (on {', '.join(role.role for role, _ in found)})" if found else ""
+                findings.add(
+                    "R21-steps",
+                    f"{step} of chunk {chunk.id} runs {len(found)} times{roles} for microbatch {mb}; {times} "
+                    f"expected",
+                )
+            elif found:
+                _check_follows(
+                    findings, f"{step} of chunk {chunk.id} for microbatch {mb}", found[0], before
+                )
+                before = found[0]
+
+
+def _suspects(findings: Findings, runs: _Runs) -> Iterator[tuple[Chunk, int]]:
+    """Yield the chunks and microbatches whose steps do not all run once, on one role and in order."""
+    plan, columns = findings.plan, findings.columns
+    times, rows = runs.table
+    times, rows = times[: len(plan.chunks)], rows[: len(plan.chunks)]
+    expected = np.zeros(times.shape, np.int64)
+    whole = times[:, STEPS.index("B")] > 0
+    for n, chunk in enumerate(plan.chunks):
+        for k, step in enumerate(STEPS):
+            by_whole = [_expected(chunk.steps, step, w) for w in (False, True)]
+            expected[n, k] = np.where(whole[n], by_whole[1], by_whole[0])
+    for (n, mb), name in runs.variants.items():
+        steps = plan.chunk(name).steps
+        expected[n, :, mb] = [_expected(steps, step, bool(whole[n, mb])) for step in STEPS]
+    bad = (times != expected).any(axis=1)
+    role, index = columns.role[columns.row_instr], columns.index[columns.row_instr]
+    last = np.full(bad.shape, -1)
+    for k in range(len(STEPS)):
+        here, row = times[:, k] == 1, rows[:, k]
+        both = here & (last >= 0)
+        earlier = (index[row] < index[last]) | (
+            (index[row] == index[last]) & (columns.row_index[row] < columns.row_index[last])
+        )
+        bad |= both & ((role[row] != role[last]) | earlier)
+        last = np.where(here, row, last)
+    for n, mb in zip(*bad.nonzero(), strict=True):
+        yield plan.chunks[n], int(mb)
+
+
+def _steps_of(plan: Plan, chunk: Chunk, mb: int, runs: _Runs) -> Mapping[Step, Signature]:
+    number = plan.chunks.index(chunk)
+    return plan.chunk(runs.variants.get((number, mb), chunk.id)).steps
+
+
+def _expected(steps: Mapping[Step, Signature], step: Step, whole: bool) -> bool:
+    """Return whether a step runs, beside a whole backward (B) or in place of it."""
+    other = whole if step in ("R", "I", "W") else step == "B" and not whole
+    return not other and step in steps and not steps[step].empty
 
 
 def _check_buffers(
-    findings: Findings, ran: dict[tuple[str, int, str], list[_RolePosition]]
+    findings: Findings, runs: Callable[[str, int, Step], list[_RolePosition]]
 ) -> None:
     """Check R21 for buffers: forwards use an updated buffer as on one device, by microbatch and on one role."""
     plan = findings.plan
@@ -120,7 +220,7 @@ def _check_buffers(
         update: _RolePosition | None = None
         reads: list[_RolePosition] = []  # since the update
         for mb, user in product(range(plan.microbatches), users):
-            for where in ran.get((user, mb, "F"), []):
+            for where in runs(user, mb, "F"):
                 what = (
                     "updates a buffer"
                     if user in updating
@@ -160,12 +260,6 @@ def _check_follows(
             role,
             place[0],
         )
-
-
-def _parts(plan: Plan) -> Iterator[tuple[RolePlan, UsePosition, Part]]:
-    for role, index, instr in plan.instructions():
-        for p, part in enumerate(instr.parts):
-            yield role, (index, p), part
 
 
 def check_layout(findings: Findings) -> None:
@@ -226,8 +320,9 @@ def check_holders(findings: Findings) -> None:
                 "R23-holders",
                 f"parameter {param.name} is used by {uses}; its bucket {own_bucket.id} is held by {holds}",
             )
+    params = {p.name: p for p in plan.params}
     for bucket in plan.buckets:
-        problem = _members_problem(plan, bucket)
+        problem = _members_problem(plan, bucket, [params[name] for name in bucket.params])
         if problem:
             findings.add("R23-holders", f"bucket {bucket.id}: {problem}")
 
@@ -250,15 +345,14 @@ def _users(plan: Plan) -> dict[str, set[str]]:
     """Return the roles whose chunks read each parameter."""
     users: dict[str, set[str]] = {}
     for role in plan.roles:
-        parts = (part for instr in role.program for part in instr.parts)
-        for chunk in {part.op.chunk for part in parts if isinstance(part.op, Compute)}:
+        for chunk in {op.chunk for op in role.table.ops if isinstance(op, Compute)}:
             for entry in plan.chunk(chunk).inputs:
                 if entry.kind == "param":
                     users.setdefault(entry.ref, set()).add(role.role)
     return users
 
 
-def _members_problem(plan: Plan, bucket: Bucket) -> str:
+def _members_problem(plan: Plan, bucket: Bucket, members: Iterable[Param]) -> str:
     """Return the fault, if any, of a bucket's axes and channel, which joins just the ranks that keep the same of it."""
     for name in bucket.roles:
         open_axes = [
@@ -274,7 +368,7 @@ def _members_problem(plan: Plan, bucket: Bucket) -> str:
                 f"role {name} is replicated along {', '.join(missing)}, the bucket along "
                 f"{', '.join(bucket.over) or 'nothing'}"
             )
-    summed = {a for p in plan.params if p.name in bucket.params for a in p.summed}
+    summed = {a for p in members for a in p.summed}
     if lost := [a for a in summed if a not in bucket.over]:
         return f"the devices along {', '.join(lost)} make terms of its gradients, and it does not add them"
     alone = [

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 
 from piper_ir.plan.plan import COMPUTE, Instr, RolePlan
 from piper_ir.program.ops import Collective
-from piper_ir.verify.happens_before import HappensBefore
+from piper_ir.verify.columns import LAST, AllBefore, HappensBefore
 from piper_ir.verify.rules import Findings, instr_title
-from piper_ir.verify.settled import settled_values
+from piper_ir.verify.settled import unsettled
 
 UsePosition = tuple[int, int]
 """An instruction and a part of it: part -1 stands for its frees before its parts, LAST for its allocs after them."""
-LAST = 1 << 30
 FIRST: UsePosition = (-1, LAST)
 """The position before the first instruction of a step."""
 
@@ -35,17 +34,18 @@ class _Life:
 
 def check_values(findings: Findings, orders: dict[str, HappensBefore]) -> None:
     """Check R11 to R16 and R29 on plans whose form is right."""
-    settled = settled_values(findings.plan.roles, orders)
-    home = {value: name for name, (values, _) in settled.items() for value in values}
-    lives = {role.role: _lives(role, settled[role.role][1]) for role in findings.plan.roles}
-    for role in findings.plan.roles:
+    columns, roles = findings.columns, findings.plan.roles
+    wanted = unsettled(columns, AllBefore([orders[role.role] for role in roles]))
+    names = set(map(columns.table.name, wanted))
+    home: dict[str, str] = {}
+    lives = {role.role: _lives(role, names) for role in roles}
+    for role in roles:
         for value, life in lives[role.role].items():
             if life.writes:
                 _check_writers(findings, role, value, life, home)
-    for value in findings.kinds:
-        if value not in home:
-            findings.add("R11-written-once", f"nothing writes {value}")
-    for role in findings.plan.roles:
+    for value in findings.unwritten:
+        findings.add("R11-written-once", f"nothing writes {value}")
+    for role in roles:
         order = orders[role.role]
         for value, life in lives[role.role].items():
             if home.get(value) == role.role:

@@ -14,10 +14,10 @@ from piper_ir.plan.plan_bytes import update_on_host_bytes
 from piper_ir.program.ops import Update
 from piper_ir.tools import no_garbage_collection
 from piper_ir.verify.chunks import check_chunks
+from piper_ir.verify.columns import HappensBefore
 from piper_ir.verify.dataflow import check_dataflow
 from piper_ir.verify.experts import check_experts
 from piper_ir.verify.form import check_instructions, check_tables
-from piper_ir.verify.happens_before import HappensBefore
 from piper_ir.verify.host import check_host
 from piper_ir.verify.recomputation import check_recomputation
 from piper_ir.verify.reductions import check_reductions
@@ -97,7 +97,7 @@ def _check_use(findings: Findings) -> None:
     met = meetings(findings)
     if findings.violations:
         return
-    events = Events(findings.plan, met)
+    events = Events(findings.columns, met)
     order = run(findings, events)
     check_steps(findings)
     check_recomputation(findings)

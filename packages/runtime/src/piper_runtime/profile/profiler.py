@@ -207,7 +207,9 @@ class _Profiler:
         batch, optimizer, scheduler = parcel.open()
         if any(missing_operators(code) for code in self._request.code.values()):
             parcel.import_definers()
-        return RankJob(batch, optimizer, scheduler, self._request.seed, draws=self._request.draws)
+        return RankJob(
+            batch, optimizer, scheduler, self._request.seed, draws=self._request.draws, progress=self._alive
+        )  # fmt: skip
 
     def _bound(self, plan: Plan, rank: int, job: RankJob) -> Rank:
         code, params, buffers = (

@@ -50,9 +50,10 @@ def forwards_alone(graph: Graph) -> Graph:
     )
 
 
-def forwards_run(program: Program) -> dict[str, set[Step]]:
-    """Return the steps that an evaluation runs, by the names of the variants: F of the ones that save nothing."""
-    return {variant_name(chunk.id, FORGETS): {"F"} for chunk in program.chunks}
+def forwards_run(graph: Graph) -> dict[str, set[Step]]:
+    """Return the steps that an evaluation runs in compiled groups: F of the variants that save nothing."""
+    chunks = [chunk.id for chunk in graph.program.chunks if chunk.id not in graph.eager]
+    return {variant_name(id, FORGETS): {"F"} for id in chunks}
 
 
 def _needed(graph: Graph) -> set[str]:

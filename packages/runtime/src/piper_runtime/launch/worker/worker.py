@@ -161,8 +161,12 @@ def _run(context: WorkerContext, request: Request, plan: Plan, device: torch.dev
         parcel.import_definers()
     options = request.options
     report = RankReport(first_step=options.first)
+
+    def progress() -> None:
+        heart[ISSUED] += 1
+
     job = RankJob(
-        batch, optimizer, scheduler, request.seed, options.first, request.draws, request.loss_scale,
+        batch, optimizer, scheduler, request.seed, options.first, request.draws, request.loss_scale, progress,
     )  # fmt: skip
     if device.type == "cuda":
         gc.collect()  # an earlier rank and its closures hold each other, and memory of the device

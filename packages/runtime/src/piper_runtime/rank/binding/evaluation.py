@@ -58,7 +58,9 @@ class EvaluationRank(Rank):
 
     def __init__(self, trained: Rank, evaluation: Evaluation) -> None:
         self._trained, self.number = trained, 0
-        job = RankJob(evaluation.batch, _no_optimizer, None, trained.seed, draws=trained.draws)
+        job = RankJob(
+            evaluation.batch, _no_optimizer, None, trained.seed, draws=trained.draws, progress=trained.progress
+        )  # fmt: skip
         super().__init__(
             evaluation.plan, trained.rank, evaluation.code, job, {}, {}, None, trained.device
         )

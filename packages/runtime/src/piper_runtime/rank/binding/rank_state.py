@@ -76,7 +76,7 @@ class RankJob:
     """Hold the parts of a job that a rank needs.
 
     They are the callables that run on it, the seed of random operations, the first step of the run, the way of drawing
-    random numbers, and how the loss is scaled (None: it is not).
+    random numbers, and how the loss is scaled (None: it is not). `progress` is called while the rank compiles.
     """
 
     batch: Batch
@@ -86,6 +86,7 @@ class RankJob:
     first_step: int = 0
     draws: Draws = "rows"
     loss_scale: LossScale | None = None
+    progress: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,8 @@ class RankState:
         self.counts = not plan.mesh.index_along(plan.shared, rank)
         self.exchange: Exchange = no_exchange
         self.post: Post = post_late(lambda *given: self.exchange(*given))
-        self.steps = LoadedSteps(code, device, self._globals(), self.dropped.kernels)
+        self.progress = job.progress
+        self.steps = LoadedSteps(code, device, self._globals(), self.dropped.kernels, job.progress)
 
     def _states(
         self, job: RankJob, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import linecache
 import re
+import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from hashlib import sha256
@@ -20,6 +22,9 @@ from piper_ir.ground.errors import FormatError
 from piper_ir.plan.plan import Plan, RolePlan
 from piper_ir.program.ops import Compute
 from piper_ops import DIRECT, compiled_fusion
+
+PROGRESS_S = 1.0
+"""The seconds between two signs of progress of a rank that compiles."""
 
 StepFunction = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
 """A step function that empties its argument list, so that a tensor held only by the list is freed at its last use."""
@@ -146,9 +151,12 @@ class LoadedSteps:
 
     def __init__(
         self, code: ExportedCode, device: str | torch.device = "cpu", given: Mapping[str, Any] | None = None,
-        kernels: Kernels | None = None,
+        kernels: Kernels | None = None, progress: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        self._code, self._device, self._given, self._kernels = code, device, given, kernels
+        """Keep the code; `progress` is called every PROGRESS_S seconds while a group of operations compiles."""
+        self._code, self._device, self._kernels = code, device, kernels
+        self._given = {"FUSION": self._fusion, **(given or {})}
+        self._progress = progress
         self._loaded: dict[tuple[str, str], StepFunction] = {}
 
     def __call__(self, code_id: str, step: str) -> StepFunction:
@@ -164,6 +172,10 @@ class LoadedSteps:
             self._loaded[key] = load_step(code, self._device, self._given, self._kernels)
         return self._loaded[key]
 
+    def _fusion(self, source: str, specs: Sequence[Any]) -> StepFunction:
+        with _shown(self._progress):
+            return compiled_fusion(source, specs, self._device)
+
     def constants_of(self, code_id: str, step: str) -> list[torch.Tensor]:
         """Return the tensors that the function of a step holds."""
         namespace: dict[str, Any] = self(code_id, step).__globals__
@@ -172,6 +184,26 @@ class LoadedSteps:
             for name in self._code[code_id][step].constants
             if isinstance(c := namespace[name], torch.Tensor)
         ]
+
+
+@contextmanager
+def _shown(progress: Callable[[], None] | None) -> Iterator[None]:
+    """Show progress until the block ends, also while it waits for another rank that compiles the same."""
+    ended = threading.Event()
+
+    def show() -> None:
+        while progress is not None and not ended.wait(PROGRESS_S):
+            progress()
+
+    thread = threading.Thread(target=show, name="piper compiling", daemon=True)
+    if progress is not None:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if progress is not None:
+            thread.join()
 
 
 def used_code(plan: Plan, role: RolePlan) -> Iterator[tuple[str, str]]:
