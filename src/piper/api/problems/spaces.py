@@ -198,7 +198,7 @@ class StrategySpace:
         return {**at, "rows": self.rows[0], **rest, **spared, **states}
 
     def _roomy(self, at: Mapping[str, int]) -> dict[str, Any]:
-        """Return the choices with which a mesh makes as little again, and gathers as little, as its memory has room for."""
+        """Return the choices with which a mesh makes and gathers as little again as its memory has room for."""
         whole = self.scale.fits_whole(self.scale.own(at), self._sharing(at))
         keep = next(
             (
