@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -53,6 +54,12 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
     finally:
         sys.dont_write_bytecode = asked
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts_are_heard() -> None:
+    """Let the suite and what it starts hear SIGINT, which a background job of a shell is started to ignore."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
@@ -153,6 +160,7 @@ TOGETHER: dict[str, tuple[str, ...]] = {
     ),
     "captures that devices share": (
         "tests/parity/test_tensor_parallel.py",
+        "tests/parity/test_pieces.py",
         "tests/parity/test_context_parallel.py",
         "tests/parity/test_tensor_parallel_vocabulary.py",
         "tests/parity/test_mixed_shared.py",

@@ -78,18 +78,13 @@ def test_a_run_keeps_its_weights_for_a_next_one(recipe: Path, tmp_path: Path) ->
     assert not list(weights.parent.glob("*.unfinished"))
 
 
-def _interruptible() -> None:
-    """Hear SIGINT, which a suite ignores that was started in the background of a shell."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", ["processes", "inline"])
 def test_an_interrupted_run_keeps_its_weights(launcher: str, recipe: Path, tmp_path: Path) -> None:
     more = ["--launcher", launcher, "--steps", "1000000", "--out", str(tmp_path / "runs")]
     command = [sys.executable, "-m", "piper", "run", str(recipe), *more]
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    started = subprocess.Popen(command, cwd=tmp_path, preexec_fn=_interruptible, **pipes)
+    started = subprocess.Popen(command, cwd=tmp_path, **pipes)
     assert started.stdout is not None
     while not started.stdout.readline().startswith("step    3"):
         assert started.poll() is None

@@ -109,6 +109,18 @@ REFUSED: list[tuple[Callable[[], Any], Mesh, str]] = [
         r"cut=True beside shard\(where\(\), over='cp', index='tokens'\): only one of the two can "
         r"be",
     ),
+    (lambda: ANY(where(), pieces=0), PAIR, "pieces=0; a number from 1 on is accepted"),
+    (lambda: ANY(where(), pieces="2"), PAIR, "pieces='2'; a number from 1 on is accepted"),
+    (
+        lambda: ANY(where(), pieces=2),
+        PAIR,
+        r'pieces=2: tokens are gathered .* write it with stream="tokens", .* \[shard condition 16\]',
+    ),
+    (
+        lambda: ANY(where(), stream="tokens", pieces=3),
+        PAIR,
+        "pieces=3: a device has 4 tokens along tp, which are not 3 equal pieces; 2 would be",
+    ),
     (lambda: ANY("x"), PAIR, r"the selection is 'x'; where\(\) is accepted"),
     (
         lambda: piper.shard(where(layer=0)),

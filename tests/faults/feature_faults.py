@@ -16,7 +16,6 @@ from piper_ir.program.program import Param
 from tests.faults.plan_faults import Change
 from tests.helpers.plan_edits import (
     every_part,
-    first_part,
     instructions,
     with_instr,
     with_op,
@@ -222,18 +221,14 @@ def bucket_on_the_device(plan: Plan) -> Plan | None:
 
 def parameters_brought_for_another_bucket(plan: Plan) -> Plan | None:
     """The parameters of another bucket come from the host."""
-    for role, _, instr in instructions(plan, lambda i: i.stream == FROM_HOST):
-        op = instr.parts[0].op
-        if not isinstance(op, Collective) or not op.bucket:
+    for role, k, instr in instructions(plan, lambda i: i.stream == FROM_HOST):
+        part = instr.parts[0]
+        if not isinstance(part.op, Collective) or not part.op.bucket:
             continue
-        own = plan.bucket(op.bucket)
         for other in plan.buckets:
-            if other.id != own.id and role.role in other.roles and other.host:
-                return first_part(
-                    plan,
-                    lambda r, p, op=op, role=role: p.op == op and r.role == role.role,  # type: ignore[misc]
-                    lambda p, other=other: with_op(p, bucket=other.id),  # type: ignore[misc]
-                )
+            if other.id != part.op.bucket and role.role in other.roles and other.host:
+                brought = replace(instr, parts=(with_op(part, bucket=other.id),))
+                return with_instr(plan, role, k, brought)
     return None
 
 

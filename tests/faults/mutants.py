@@ -61,6 +61,7 @@ CASES: tuple[Composition, ...] = (
     Composition("gpt", 1, 2, 2, optimizer="adamw", clip=0.05, tp=2, stream="tokens"),
     Composition("gpt", 2, 2, 2, "1f1b", optimizer="adamw", clip=0.05, tp=2),
     Composition("llama", 1, 1, 2, optimizer="adamw", clip=0.05, tp=4),
+    Composition("gpt", 1, 1, 2, tp=2, stream="tokens", pieces=2),
     Composition("gpt_dropout", 1, 1, 2, tp=2, stream="tokens"),
     Composition("keywords", 1, 2, 2, tp=2, stream="tokens"),
     Composition("gpt", 1, 1, 2, cp=2, attention="ring"),

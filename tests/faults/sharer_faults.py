@@ -17,14 +17,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from piper_capture.layouts import choice, local
+from piper_capture.layouts import choice, local, pieces
 from piper_capture.layouts.rules import rules
 from piper_capture.layouts.rules.letters import lettered
 from piper_ir.ground.mesh import Mesh
 from piper_runtime import Checkpoints
 from piper_runtime.checkpoint import rank_tensors
 from piper_runtime.engine.fibers import Fiber
-from piper_runtime.rank.binding import parts, rank_state
+from piper_runtime.rank.binding import parts, rank_state, step_collectives
 from piper_runtime.rank.values import layouts
 from tests.faults import ring_faults
 from tests.faults.job_faults import JobFault, Judged
@@ -195,6 +195,35 @@ def losses_of_all_sharers(c: Composition) -> Judged | None:
         return _judged(c) if c.tp > 1 else None
 
 
+def a_wait_without_effect(c: Composition) -> Judged | None:
+    """A step goes on with the memory of a result before the collective has written it."""
+    right = rank_state.post_late
+
+    def post(exchange: Any) -> Any:
+        def early(*given: Any) -> Any:
+            wait = right(exchange)(*given)
+            return lambda: torch.full_like(wait(), step_collectives.SPOILED)
+
+        return early
+
+    with patch.object(rank_state, "post_late", post):
+        return _judged(c) if c.pieces > 1 else None
+
+
+def pieces_by_device(c: Composition) -> Judged | None:
+    """The gathered pieces are put together by device, not in the order of tokens."""
+
+    def joined(self: Any, whole: Any, parts: Any, degree: int, rows: int) -> Any:
+        parts = [parts[-1], *parts[:-1]]
+        return right(self, whole, parts, degree, rows)
+
+    right = pieces._Builder._joined
+    if c.pieces == 1:
+        return None
+    with _rewritten(c), patch.object(pieces._Builder, "_joined", joined):
+        return _judged(c)
+
+
 def saved_ranges_shifted(c: Composition) -> Judged | None:
     """A checkpoint has the part of each device where that of the next one belongs."""
     if c.tp == 1:
@@ -232,5 +261,5 @@ def _of_tokens(name: str) -> JobFault:
 SHARERS: tuple[JobFault, ...] = (
     bias_before_the_sum, next_part_of_parameters, next_place_in_code, sum_left_out,
     keys_not_summed, block_of_the_next, gathered_in_another_order, masks_of_their_own, parts_drawn_as_wholes,
-    losses_of_all_sharers, saved_ranges_shifted, *map(_of_tokens, ring_faults.FAULTS),
+    losses_of_all_sharers, a_wait_without_effect, pieces_by_device, saved_ranges_shifted, *map(_of_tokens, ring_faults.FAULTS),
 )  # fmt: skip

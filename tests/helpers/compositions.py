@@ -120,10 +120,11 @@ class Composition:
     one stream, all receives on another. keep: the policy of recomputation of everything. rep: of `dp` replicas so many
     keep the same each, where the others share states. whole_mb: parameters of up to this size stay whole. tp: devices
     that share the work of each chunk; along its tokens too with `stream`, where `gathered` keeps what the forward
-    gathers. cp: devices that share the tokens, with this `attention` in this `order`. ep: of `dp` replicas so many
-    share experts; hidden: the axis along which devices cut each of these, where "etp" is of two of the replicas.
-    over_cp: whether states are shared over cp, too. tiles: of tokens, in which the loss is computed. overlap_states:
-    whether messages of buckets run beside compute. scaled: whether the loss is scaled, by another number in each step.
+    gathers, and products are computed in `pieces`. cp: devices that share the tokens, with this `attention` in this
+    `order`. ep: of `dp` replicas so many share experts; hidden: the axis along which devices cut each of these, where
+    "etp" is of two of the replicas. over_cp: whether states are shared over cp, too. tiles: of tokens, in which the
+    loss is computed. overlap_states: whether messages of buckets run beside compute. scaled: whether the loss is
+    scaled, by another number in each step.
     waits: the tensors that wait on the host for their backward, "" for none, and `ahead`, how early they come back.
     hosted: the states on the host: "optim", "states" or none."""
 
@@ -157,6 +158,7 @@ class Composition:
     tp: int = 1
     stream: str = ""
     gathered: bool = False
+    pieces: int = 1
     cp: int = 1
     attention: Literal["heads", "ring", "gather"] = "heads"
     order: Literal["", "zigzag", "blocks"] = ""
@@ -196,6 +198,7 @@ class Composition:
                 f"tp={self.tp}",
                 *[self.stream] * bool(self.stream),
                 *["gathered"] * self.gathered,
+                *[f"pieces={self.pieces}"] * (self.pieces > 1),
                 *["cut"] * self.cut,
             ]
         if self.cp > 1:
@@ -303,7 +306,11 @@ def strategy_of(c: Composition) -> Strategy:
     experts = recipes.expert_parallel(hidden=c.hidden) if c.ep > 1 else ()
     sharers = (
         *experts,
-        *((shard(where(), stream=c.stream, keep=c.gathered, cut=c.cut),) if c.tp > 1 else ()),
+        *(
+            (shard(where(), stream=c.stream, keep=c.gathered, cut=c.cut, pieces=c.pieces),)
+            if c.tp > 1
+            else ()
+        ),
     )
     if c.cp > 1:
         sharers += (

@@ -266,7 +266,10 @@ def test_a_choice_may_be_fixed_and_others_are_named() -> None:
     space = piper.space(llama(), CLUSTER, tp=2, keep="inputs", zero=1)
     assert space.sizes["tp"] == (2,) and {s["tp"] for s in space.starts} == {2}
     strategy = space(Chosen({"cp": 1, "pp": 1, "rows": 1, "sequence": True, "bucket_mb": 25.0}))
-    assert strategy.mesh.size("tp") == 2
+    assert strategy.mesh.size("tp") == 2 and strategy.directives[0].pieces == 1
+    cut = piper.space(llama(), CLUSTER, tp=2, keep="inputs", zero=1, pieces=4)
+    given = {"cp": 1, "pp": 1, "rows": 1, "sequence": True, "bucket_mb": 25.0}
+    assert cut(Chosen(given)).directives[0].pieces == 4
     with pytest.raises(TuneError, match=r"space\(depth=...\): accepted are tp, cp"):
         piper.space(llama(), CLUSTER, depth=2)
 

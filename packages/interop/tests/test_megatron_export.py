@@ -22,7 +22,7 @@ from piper_interop import (
     import_job,
 )
 from piper_interop.megatron import stages
-from piper_interop.megatron.describe import PP_FIRST
+from piper_interop.megatron.describe import PIECES, PP_FIRST
 from piper_ir.ground.errors import JobError
 from tests.helpers.cases import each_case
 
@@ -67,7 +67,8 @@ def layouts(draw: st.DrawFn) -> DeviceLayout:
     buckets = ({"bucket_mb": 25.0}, {"bucket_mb": 152.587890625}, ALONE) if reduces else ({},)
     return DeviceLayout(
         tp=tp,
-        sequence=tp > 1 and draw(st.booleans()),
+        sequence=(sequence := tp > 1 and draw(st.booleans())),
+        pieces=draw(st.sampled_from((1, PIECES))) if sequence else 1,
         cp=cp,
         attention=draw(st.sampled_from(("ring", "gather", "heads"))) if cp > 1 else "ring",
         pp=pp,

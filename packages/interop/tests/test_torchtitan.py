@@ -47,6 +47,19 @@ def test_fsdp_is_zero_3_over_the_devices_that_are_left(tmp_path):
     assert described.stack == "eager"
 
 
+def test_asynchronous_tensor_parallelism_is_in_as_many_pieces_as_devices(tmp_path):
+    asked = {
+        "parallelism__tensor_parallel_degree": 4,
+        "compile__enable_async_tensor_parallel": True,
+    }
+    described = imported(tmp_path, 16, **asked)
+    assert described.layout.pieces == 4 and "sequence=True, pieces=4" in python(described, "x")
+    written = "".join(export_job("torchtitan", described).files.values())
+    assert "enable_async_tensor_parallel" in written
+    whole = imported(tmp_path, 16, **asked, parallelism__enable_sequence_parallel=False)
+    assert whole.layout.pieces == 1 and "not hidden" in " ".join(whole.notes)
+
+
 def test_replicas_of_shards_are_hybrid_sharding(tmp_path):
     described = imported(tmp_path, parallelism__data_parallel_replicate_degree=2)
     assert (described.layout.dp, described.layout.dp_replicate) == (4, 2)

@@ -19,7 +19,7 @@ from piper_ir.ground.mesh import Mesh
 from piper_ir.plan.plan import Channel, Plan
 from piper_ir.program.layout import DimPart, StepCollective
 from piper_ir.program.ops import SquaredNorm
-from piper_ir.program.program import Step
+from piper_ir.program.program import Cost, Kernel, OverlappedCollective, Step
 from piper_ir.verify import check
 
 SUM = StepCollective("all_reduce", "tp", 64, "the loss")
@@ -56,6 +56,18 @@ def change_step(plan: Plan, step: Step, collectives: tuple[StepCollective, ...])
     embed, head = plan.chunks
     steps = {**head.steps, step: replace(head.steps[step], collectives=collectives)}
     return replace(plan, chunks=(embed, replace(head, steps=steps)))
+
+
+PRODUCT = Kernel("matmul", (4, 4, 4), "float32", 128, 192, 2, op="mm")
+
+
+def overlapped(plan: Plan, *beside: tuple[int, Kernel], kind: str = "all_gather") -> Plan:
+    """Return the plan with a collective and two products in the head's F, which collectives are beside."""
+    embed, head = plan.chunks
+    overlaps = tuple(OverlappedCollective(number, Cost((kernel,))) for number, kernel in beside)
+    cost, collectives = Cost((PRODUCT,)), (SUM, replace(SUM, kind=kind))
+    forward = replace(head.steps["F"], cost=cost, collectives=collectives, overlaps=overlaps)
+    return replace(plan, chunks=(embed, replace(head, steps={**head.steps, "F": forward})))
 
 
 GOOD = sharing_plan()
@@ -122,8 +134,23 @@ breaks(
 )(lambda plan: replace(plan, chunks=tuple(replace(c, code="x") for c in plan.chunks)))
 
 
+breaks("R36-inside", "computes beside its collectives 2; each of 2 is named once, in order")(
+    lambda plan: overlapped(plan, (2, PRODUCT))
+)
+breaks("R36-inside", "computes beside its collectives 1, 1; each of 2 is named once")(
+    lambda plan: overlapped(plan, *2 * [(1, replace(PRODUCT, count=1))])
+)
+breaks("R36-inside", "computes beside its all_reduce 1, which cannot be under way meanwhile")(
+    lambda plan: overlapped(plan, (1, PRODUCT), kind="all_reduce")
+)
+breaks("R36-inside", "computes beside its collectives more mm than it has")(
+    lambda plan: overlapped(plan, (1, replace(PRODUCT, count=3)))
+)
+
+
 def test_the_plan_is_good_and_can_be_written() -> None:
-    assert check(GOOD) == [] and loads(Plan, dumps(GOOD)) == GOOD
+    for plan in (GOOD, overlapped(GOOD, (1, PRODUCT))):
+        assert check(plan) == [] and loads(Plan, dumps(plan)) == plan
 
 
 def test_one_fault_breaks_one_rule() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -330,15 +330,6 @@ def test_control_a_checkpoint_that_lacks_a_part_is_never_completed(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def heard() -> Iterator[None]:
-    """Let this process hear an interrupt, also where it was started to ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("heard")
 def test_an_interrupted_run_saves_the_step_that_it_ends_with(tmp_path: Path) -> None:
     plan, job = chain(pp=2, optimizer=adamw)
     settings = Checkpoints(tmp_path)

@@ -196,16 +196,7 @@ def test_an_error_in_a_worker_is_the_same_whoever_called(loader: Any, tmp_path: 
     assert all_ended(tmp_path)
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """A suite that was started in the background of a shell ignores SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.long
-@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("loader", ["thread", 1])
 def test_an_interrupt_ends_workers_and_their_loaders(loader: Any, tmp_path: Path) -> None:
     plan, job = chain(pp=2, batch=bad("hang", tmp_path))

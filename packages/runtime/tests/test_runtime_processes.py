@@ -189,15 +189,6 @@ def test_faults_at_random_instants(kind: str, seed: int, pair: Pool) -> None:
     named_and_ended(pair, kind, seed, launcher="processes")
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """A suite that was started in the background of a shell ignores SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_all_processes(pair: Pool) -> None:
     plan, job = chain(batch=failing("hang"))
     pair.start()
@@ -209,7 +200,6 @@ def test_an_interrupt_ends_all_processes(pair: Pool) -> None:
     assert len(pids) == 2 and not any(map(alive, pids))
 
 
-@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("launcher", ["processes", "inline"])
 def test_an_interrupted_run_brings_back_what_all_ranks_have(launcher: Any) -> None:
     """All ranks end after one step: the states are those of a run of that many steps."""

@@ -197,7 +197,7 @@ def test_nothing_is_left_of_our_own_ray_when_its_driver_is_ended(
     """The interrupt goes to the whole group of processes, as at a terminal."""
     command = [sys.executable, "-c", ALONE.format(path=sys.path, ranks=ranks)]
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    driver = subprocess.Popen(command, start_new_session=True, preexec_fn=_interruptible, **pipes)
+    driver = subprocess.Popen(command, start_new_session=True, **pipes)
     assert driver.stdout is not None and driver.stdout.readline() == "up\n", driver.communicate()[1]
     family = descendants(driver.pid)
     commands = " ".join(Path(f"/proc/{p}/cmdline").read_text() for p in family)
@@ -273,11 +273,6 @@ def test_a_head_that_was_joined_counts_as_dead_after_some_silence(
     link = ray_cluster.RayLink(Joined, None)
     said = [link.fault() for _ in range(6)]
     assert said == [""] * 5 + ["Ray's head process (GCS) at head:6379 does not answer: refused"]
-
-
-def _interruptible() -> None:
-    """A suite that was started in the background of a shell ignores SIGINT."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

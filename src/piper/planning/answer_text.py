@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from piper.planning.answers import Answer, PlannedStrategy
@@ -11,15 +11,16 @@ from piper_ir.tools import size_text, time_text
 from piper_report import Table
 
 COLUMNS = ("", "mesh", "schedule", "s/step", "tokens/s/device", "MFU", "device", "most of it")
+ASKED = ("goodput", "days", "dollars")
+"""The columns of a whole training, which are there if any strategy has them."""
 
 
 def table(source: PlanSource, answer: Answer, cluster: str) -> Table:
     """Return the strategies as a table, best first, with the notes under it."""
     every = [*answer.strategies, *([answer.own] if answer.own is not None else [])]
-    costs = any(one.days is not None for one in every)
-    fails = any(one.goodput is not None for one in every)
-    columns = COLUMNS + ("goodput",) * fails + ("days", "dollars") * costs
-    rows = tuple(_cells(k, one, costs) for k, one in enumerate(every, 1))
+    asked = [name for name in ASKED if any(getattr(one, name) is not None for one in every)]
+    columns = (*COLUMNS, *asked)
+    rows = tuple(_cells(k, one, asked) for k, one in enumerate(every, 1))
     return Table(
         f"{source.name} on {cluster}: {len(answer.strategies)} strategies that differ in structure",
         columns,
@@ -46,23 +47,27 @@ def numbers(source: PlanSource, answer: Answer, cluster: str) -> dict[str, Any]:
     }
 
 
-def _cells(number: int, one: PlannedStrategy, costs: bool) -> tuple[str, ...]:
-    cells: tuple[str, ...] = (
+def _cells(number: int, one: PlannedStrategy, asked: Sequence[str]) -> tuple[str, ...]:
+    of_training = {
+        "goodput": _text(one.goodput, ".1%"),
+        "days": _text(one.days, ",.1f"),
+        "dollars": _text(one.dollars, ",.0f"),
+    }
+    return (
         "yours" if one.own else str(number),
         one.mesh,
         one.schedule,
         f"{time_text(one.period_s)} ({time_text(one.low_s)} to {time_text(one.high_s)})",
-        "" if one.tokens_per_s_per_device is None else f"{one.tokens_per_s_per_device:,.0f}",
-        "" if one.mfu is None else f"{one.mfu:.1%}",
+        _text(one.tokens_per_s_per_device, ",.0f"),
+        _text(one.mfu, ".1%"),
         size_text(one.device_bytes) + ("" if one.fits else ", does not fit"),
         one.largest,
+        *(of_training[name] for name in asked),
     )
-    if one.goodput is not None:
-        cells = (*cells, f"{one.goodput:.1%}")
-    if not costs:
-        return cells
-    days = "" if one.days is None else f"{one.days:,.1f}"
-    return (*cells, days, "" if one.dollars is None else f"{one.dollars:,.0f}")
+
+
+def _text(number: float | None, form: str) -> str:
+    return "" if number is None else format(number, form)
 
 
 def _notes(source: PlanSource, answer: Answer) -> Iterator[str]:

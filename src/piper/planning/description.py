@@ -114,7 +114,8 @@ def _shares(strategy: Strategy, layout: DeviceLayout) -> DeviceLayout:
         elif item.index == "tokens":
             layout = replace(layout, cp=size, attention=item.attention)
         elif item.selection == where() and not item.index:
-            layout = replace(layout, tp=size, sequence=item.stream == "tokens")
+            sequence = item.stream == "tokens"
+            layout = replace(layout, tp=size, sequence=sequence, pieces=item.pieces)
         else:
             raise JobError(f"{item}: no other system has such a directive")
     return layout

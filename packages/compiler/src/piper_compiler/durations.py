@@ -40,8 +40,14 @@ def nominal(cost: Cost) -> float:
 
 
 def inside_seconds(sig: Signature) -> float:
-    """Return the seconds of collectives inside of a step, between devices that share it; sizes must be bound."""
-    return sum([collective_seconds(bind(c.nbytes, 0)) for c in sig.collectives])
+    """Return the seconds for which a step waits for collectives between devices that share it; sizes must be bound."""
+    beside = {o.number: nominal(o.beside) for o in sig.overlaps}
+    return sum(
+        [
+            max(0.0, collective_seconds(bind(c.nbytes, 0)) - beside.get(k, 0.0))
+            for k, c in enumerate(sig.collectives)
+        ]
+    )
 
 
 def _known(chunk: Chunk, step: Step, costs: Costs | None) -> float | None:

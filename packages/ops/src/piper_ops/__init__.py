@@ -66,6 +66,7 @@ from piper_ops.pointwise.collectives import (
     all_to_all,
     reduce_scatter,
     shift,
+    wait,
 )
 from piper_ops.pointwise.losses import cross_entropy, cross_entropy_dgrad
 from piper_ops.pointwise.norms import (
@@ -225,4 +226,5 @@ __all__ = [
     "unroute_dgrad",
     "unroute_wgrad",
     "user_line",
+    "wait",
 ]

@@ -72,7 +72,7 @@ def step_parts(plan: Plan, cluster: Cluster) -> StepParts:
             busy += work.seconds
             ops = [p.op for p in instr.parts if isinstance(p.op, Compute)]
             for message in work.inside:
-                inside[f"{message.op} over {message.axis}"] += message.seconds
+                inside[f"{message.op} over {message.axis}"] += message.exposed_s
             steps = sum((_step(parts, op, device, kernels) for op in ops), 0.0)
             others += max(0.0, work.seconds - work.inside_s - steps)
         found.append(

@@ -46,10 +46,13 @@ FEWER_LATER = ("one_f_one_b", "interleaved", "zb_h1")
 """The recipes of schedules under which the later devices of a pipeline have fewer microbatches in flight."""
 AXES = ("tp", "cp", "ep", "pp")
 CHOICES = (
-    *AXES, "rows", "sequence", "attention", "fold", "cut", "schedule", "tiles", "keep", "graded", "away", "zero",
-    "resident_mb",
+    *AXES, "rows", "sequence", "pieces", "attention", "fold", "cut", "schedule", "tiles", "keep", "graded", "away",
+    "zero", "resident_mb",
 )  # fmt: skip
-"""The parameters that may be fixed."""
+"""The parameters that may be fixed.
+
+`pieces` of products is 1 where it is not, since each value needs other code of all layers.
+"""
 STAGES_OF_LAYERS = 5
 """The most stages of a device in a first candidate with interleaved ones (Megatron's recipes of Llama have 5)."""
 
@@ -132,7 +135,9 @@ class StrategySpace:
         if at["tp"] > 1:
             whole = at["ep"] > 1 and not self.dropless
             sequence = not whole and self._choice(trial, "sequence", (True, False))
-            calls.append(RecipeCall("tensor_parallel", {"sequence": sequence}))
+            pieces = self._choice(trial, "pieces", (1,)) if sequence else 1
+            more = {"pieces": pieces} if pieces > 1 else {}
+            calls.append(RecipeCall("tensor_parallel", {"sequence": sequence, **more}))
             if not sequence:
                 tokens_over.remove("tp")
         if at["cp"] > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, takewhile
+from operator import itemgetter
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from piper.api.compiling.compiling import Compiled
 from piper_ir.ground.sizes import bind
 from piper_ir.plan.plan import Plan
 from piper_ir.program.layout import Sharding
-from piper_ir.program.program import Chunk
+from piper_ir.program.program import Chunk, Cost
 from piper_ir.tools import size_text
 
 if TYPE_CHECKING:
@@ -213,17 +214,29 @@ def _attention(chunk: Chunk, shardings: Sequence[Sharding]) -> Iterator[str]:
 def _collectives(chunk: Chunk) -> Iterator[str]:
     """Yield a line for each collective of the steps; equal ones next to each other are one line.
 
-    So are all equal messages of a ring.
+    So are all equal messages of a ring. Messages that are under way while the step computes are said to be beside its
+    operations.
     """
     for step, signature in chunk.steps.items():
         every = [(c.kind, bind(c.nbytes, 0), c.axis, c.why) for c in signature.collectives]
+        beside = {o.number: o.beside for o in signature.overlaps}
         ring = Counter(c for c in every if c[0] == "shift")
-        for (kind, nbytes, axis, why), same in groupby(every):
-            count = ring.pop((kind, nbytes, axis, why), 0) if kind == "shift" else len(list(same))
+        for (kind, nbytes, axis, why), same in groupby(enumerate(every), key=itemgetter(1)):
+            numbers = [number for number, _ in same]
+            count = ring.pop((kind, nbytes, axis, why), 0) if kind == "shift" else len(numbers)
             if not count:
                 continue  # said already
             times = f"{count}x" if count > 1 else ""
-            yield f"    {step}  {kind:14} {f'{times} {size_text(nbytes)}':>10} over {axis} {why}"
+            hidden = _beside([beside[k] for k in numbers if k in beside])
+            yield f"    {step}  {kind:14} {f'{times} {size_text(nbytes)}':>10} over {axis} {why}{hidden}"
+
+
+def _beside(costs: Sequence[Cost]) -> str:
+    """Return beside which operations some messages are under way; the products, if there are some."""
+    kernels = [k for cost in costs for k in cost.kernels]
+    kernels = [k for k in kernels if k.kind == "matmul"] or kernels
+    ops = ", ".join(dict.fromkeys(k.op for k in kernels))
+    return f"; {len(costs)} beside {ops}" if costs else ""
 
 
 def _tokens(plan: Plan, chunk: Chunk) -> Iterator[str]:

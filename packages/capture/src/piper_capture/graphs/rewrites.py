@@ -20,6 +20,7 @@ from piper_capture.graphs.inplace import (
     reuse_dying_arguments,
 )
 from piper_capture.graphs.padded_sums import join_padded_parts
+from piper_capture.graphs.posting import post_collectives
 from piper_capture.graphs.rewriting import Rule, rewrite
 from piper_capture.graphs.stepgraph import StepGraph
 
@@ -40,6 +41,7 @@ JOINT: tuple[Rule, ...] = (
     join_padded_parts,        # select_backward(a) + select_backward(b) -> stack([a, b])
 )
 STEP: tuple[Callable[[StepGraph], None], ...] = (
+    post_collectives,             # g = all_gather(x); mm(a, b); mm(g, w)  -> mm(a, b) while g is under way, then a wait
     add_further_rounds_in_place,  # gradients of further rounds of experts -> added in place
     add_products_in_place,        # add_(total, mm(a, b))                  -> addmm_(total, a, b)
     add_scaled_in_place,          # add_(total, mul(x, scalar))            -> addcmul_(total, x, scalar)

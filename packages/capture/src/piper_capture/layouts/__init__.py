@@ -4,8 +4,8 @@ The words are DTensor's: along an axis a tensor is sharded along a loop index, r
 the form of an op's sharding rule, the modules of `rules` have the rule of each op, `rewrites` the replacements of ops
 that cannot be sharded themselves, and `indexes` finds the loops that run through the graph. `names` gives indexes the
 names that people use, `asked` checks the names of a user, `choice` picks the indexes that an axis shares, `unfuse` and
-`means` take ops apart that would prevent it, `decide` propagates placements, `conversions` redistributes a tensor, and
-`local` writes the graph of one device.
+`means` take ops apart that would prevent it, `decide` propagates placements, `conversions` redistributes a tensor,
+`local` writes the graph of one device, and `pieces` computes its products in pieces beside messages.
 
 May import: torch_api, values, graphs, steps.
 """
@@ -35,6 +35,7 @@ from piper_capture.layouts.fitting import steps_of, uneven
 from piper_capture.layouts.indexes import key_of
 from piper_capture.layouts.local import Sharded, sharded
 from piper_capture.layouts.names import AskedIndexes, Nested, ParamNames
+from piper_capture.layouts.pieces import in_pieces
 from piper_capture.layouts.reasons import title, wants_whole
 from piper_capture.layouts.rules.rules_experts import BY_EXPERT
 from piper_ir.program.layout import Sharding
@@ -163,7 +164,10 @@ def shared_joint(
     device_part = sharded(
         shared.joint, shared.indexes, shared.axes, keep=keep, partial_grads=agreed.partial_grads
     )
-    return replace(device_part, unshared=shared.unshared)
+    pieces = {axis: s.pieces for s in shardings if s.pieces > 1 for axis, _ in s.axes}
+    return replace(
+        device_part, joint=in_pieces(device_part.joint, pieces), unshared=shared.unshared
+    )
 
 
 def _shared(

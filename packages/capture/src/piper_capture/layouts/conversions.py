@@ -26,6 +26,8 @@ from piper_ops import all_gather, all_reduce, all_to_all, reduce_scatter
 
 aten = torch.ops.aten
 TensorDims = Sequence[tuple[LoopIndex, ...]]
+WHOLE = "whole_tensor"
+"""The key of the meta of a gather or reduce-scatter for the tensor's place, and the node of the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +155,16 @@ def place_in(dims: TensorDims, index: LoopIndex, others: Set[Placement]) -> tupl
 
 def _gather(emit: Emitter, source: fx.Node, place: DimPlace, axis: SharedAxis) -> fx.Node:
     stacked = emit.call(all_gather, _dense(emit, source), axis.name, axis.degree)
-    return _merged(emit, stacked, place)
+    whole = _merged(emit, stacked, place)
+    stacked.meta[WHOLE] = place, whole
+    return whole
 
 
 def _scatter(emit: Emitter, source: fx.Node, place: DimPlace, axis: SharedAxis) -> fx.Node:
     mine = emit.call(
         reduce_scatter, _stacked(emit, source, place, axis.degree), axis.name, axis.degree
     )
+    mine.meta[WHOLE] = place, source
     return mine
 
 

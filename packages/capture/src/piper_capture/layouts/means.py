@@ -16,8 +16,8 @@ from torch import fx
 import piper_ops  # noqa: F401 - registers the ops
 from piper_capture.graphs.stepgraph import Joint
 from piper_capture.layouts.emit import Emitter, named_arguments
-from piper_capture.layouts.rebuild import Copies, rebuilt
 from piper_capture.layouts.rules.rules_losses import MEAN, SUM
+from piper_capture.layouts.unfuse import Copies, rebuilt
 from piper_capture.torch_api._torch import OpOverload
 from piper_capture.values import aliasing
 

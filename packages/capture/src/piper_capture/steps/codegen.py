@@ -13,8 +13,9 @@ use:
 The text depends on the graph alone. Each op is followed by its user line in a comment, for messages. Ops are bound
 once as globals, and the device of factory ops is the global DEVICE.
 A fusion is a call of the function that the global FUSION makes of its text, shapes and dtypes.
-A collective is a call of the global EXCHANGE, an op with several collectives one of ROUNDS, and a device's coordinate
-along an axis is PLACE[axis]; all come from the engine that runs the step. The function that such an op runs in each
+A collective is a call of the global EXCHANGE, or of POST, which starts it and returns a function that waits for the
+result; an op with several collectives is a call of one of ROUNDS, and a device's coordinate along an axis is
+PLACE[axis]. All come from the engine that runs the step. The function that such an op runs in each
 round is defined before the step. A random operation is a call of `draw` with its number in the chunk. Views are printed
 as reshape, because strides on the running device may differ from the strides in the capture.
 """
@@ -44,7 +45,15 @@ from piper_capture.values.concrete import frame_of
 from piper_capture.values.coordinate import Coordinate
 from piper_ir.ground.errors import CaptureError
 from piper_ir.program.program import Step
-from piper_ops import COLLECTIVE_KINDS, ROUNDS, compiled_fusion, dtype_name, fusion, is_model_code
+from piper_ops import (
+    COLLECTIVE_KINDS,
+    ROUNDS,
+    compiled_fusion,
+    dtype_name,
+    fusion,
+    is_model_code,
+    wait,
+)
 
 aten = torch.ops.aten
 METHODS: Mapping[OpOverload, str] = {
@@ -228,7 +237,9 @@ def _line(line: Line) -> str:
         args[1:2] = args[1]
     first, *rest = [*map(_literal, args), *keywords] or [""]
     if op in COLLECTIVE_KINDS:
-        call = exchanges.call(op, first, node.args[1])
+        call = exchanges.call(node, first)
+    elif op is wait:
+        call = f"{first}()"
     elif op in ROUNDS:
         call = exchanges.meeting(op, [first, *rest], args)
     elif op is fusion:
@@ -267,7 +278,9 @@ def _draws(line: Line) -> bool:
 def _bound(op: OpOverload) -> bool:
     """Return whether the text calls an op without a global of its own."""
     return (
-        any(op in known for known in (METHODS, FUNCTIONS, COLLECTIVE_KINDS, ROUNDS)) or op is fusion
+        any(op in known for known in (METHODS, FUNCTIONS, COLLECTIVE_KINDS, ROUNDS))
+        or op is fusion
+        or op is wait
     )
 
 

@@ -9,10 +9,13 @@ from typing import Any
 
 from torch import fx
 
+from piper_capture.graphs.posting import between
 from piper_capture.graphs.stepgraph import StepGraph
+from piper_capture.steps import kernels
 from piper_capture.torch_api._torch_joint import OpOverload
 from piper_capture.values import aliasing
 from piper_ir.program.layout import StepCollective
+from piper_ir.program.program import OverlappedCollective
 from piper_ops import (
     ANY_ROWS,
     AXIS,
@@ -24,18 +27,39 @@ from piper_ops import (
     experts_further_dgrad_,
     experts_return,
     experts_return_dgrad,
+    wait,
 )
 
 
 def inside(graph: StepGraph) -> tuple[StepCollective, ...]:
     """Return the collectives of a step in order, with the bytes of the unsharded tensor."""
-    collectives: list[StepCollective] = []
+    return tuple(one for _, collectives in _by_node(graph) for one in collectives)
+
+
+def overlapped(graph: StepGraph) -> tuple[OverlappedCollective, ...]:
+    """Return the collectives that are under way while a step computes, with the kernels beside each."""
+    nodes = [node for node, collectives in _by_node(graph) for _ in collectives]
+    return tuple(
+        OverlappedCollective(number, kernels.cost(between(node, waiting)))
+        for number, node in enumerate(nodes)
+        if (waiting := _wait_of(node)) is not None
+    )
+
+
+def _by_node(graph: StepGraph) -> list[tuple[fx.Node, list[StepCollective]]]:
+    """Return the nodes of a step with collectives, in order."""
+    collectives = []
     for node in graph.graph.nodes:
         if node.target in COLLECTIVE_KINDS:
-            collectives.append(_described(node))
+            collectives.append((node, [_described(node)]))
         elif node.target in ROUNDS:
-            collectives += _of_further_rounds(node)
-    return tuple(collectives)
+            collectives.append((node, _of_further_rounds(node)))
+    return collectives
+
+
+def _wait_of(node: fx.Node) -> fx.Node | None:
+    """Return the wait for a collective that the step only starts; None for another one."""
+    return next((user for user in node.users if user.target is wait), None)
 
 
 def _described(node: fx.Node) -> StepCollective:
@@ -102,8 +126,15 @@ def _body_name(source: str) -> str:
     return f"experts_{sha256(source.encode()).hexdigest()[:8]}"
 
 
-def call(op: OpOverload, source: str, axis: object) -> str:
-    """Return the text of a collective: a call of the engine's function EXCHANGE, which all-reduces in place."""
+def call(node: fx.Node, source: str) -> str:
+    """Return the text of a collective: a call of the engine's function EXCHANGE, which all-reduces in place.
+
+    One that is only started is a call of POST, whose result is a function that waits.
+    """
+    op, axis, degree = node.target, *node.args[1:]
+    assert isinstance(op, OpOverload)
     if op is all_reduce:
         source = f"{source}.clone(memory_format=torch.contiguous_format)"
+    if _wait_of(node) is not None:
+        return f"POST({COLLECTIVE_KINDS[op]!r}, {axis!r}, {degree}, {source})"
     return f"EXCHANGE({COLLECTIVE_KINDS[op]!r}, {axis!r}, {source})"

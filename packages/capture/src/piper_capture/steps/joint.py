@@ -127,6 +127,7 @@ def cut_chunk(
             liveness.analyse(graph, lines),
             exchanges.inside(graph),
             regions.get(step),
+            exchanges.overlapped(graph),
         )
         if not steps[step].empty:
             code[step] = generate(step, graph, lines, joint.constants)

@@ -44,6 +44,10 @@ MERGES = ("context_merge",)
 """The ops that merge results of attention over the keys of several devices."""
 
 
+PIECE_OF = "piece_of"
+"""The key of the meta of a product of some rows for the name of the product of all rows."""
+
+
 class KeepPolicy:
     """Say which tensors F keeps under a policy, and which operations R computes.
 
@@ -59,7 +63,8 @@ class KeepPolicy:
         self._name, _, every = policy.partition(WITHIN)[0].partition(EVERY)
         self._inside, self._numbered = inside, bool(every)
         products = [n for n in forward if every and self._holds(n) and _kernel(n).kind == "matmul"]
-        self._left_out = {n for k, n in enumerate(products) if k % int(every)}
+        names = {name: k for k, name in enumerate(dict.fromkeys(map(_product, products)))}
+        self._left_out = {n for n in products if names[_product(n)] % int(every)}
         self._outside = {n for n in forward if not self._holds(n)}
 
     def keeps(self, saved: fx.Node) -> bool:
@@ -92,6 +97,11 @@ class KeepPolicy:
 
 def _kernel(node: fx.Node) -> KernelInfo:
     return aliasing.asked(launched, aliasing.producer(node))
+
+
+def _product(node: fx.Node) -> str:
+    """Return the name of a product, which its pieces have in common."""
+    return str(node.meta.get(PIECE_OF, node.name))
 
 
 def _read_by(node: fx.Node, others: Collection[fx.Node]) -> bool:

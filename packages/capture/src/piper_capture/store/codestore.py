@@ -371,7 +371,14 @@ class CodeStore:
     def alone(self, code: str, rows: int) -> tuple[dict[str, TensorSpec], dict[Step, Signature]]:
         """Return the ports and steps of a code at one number of rows, from a trace there alone."""
         traced = self.trace(code, rows)
-        steps = {s: replace(sig, cost=counted(sig.cost)) for s, sig in traced.steps.items()}
+        steps = {
+            step: replace(
+                sig,
+                cost=counted(sig.cost),
+                overlaps=tuple(replace(o, beside=counted(o.beside)) for o in sig.overlaps),
+            )
+            for step, sig in traced.steps.items()
+        }
         return dict(traced.ports), steps
 
     def _made(self, code: str, recipe: TraceSpec | PassedOn, rows: int) -> TracedChunk:

@@ -10,7 +10,16 @@ from piper_capture.steps.joint import TracedChunk
 from piper_ir.ground.errors import CaptureError
 from piper_ir.ground.sizes import Affine, Dim, TensorSpec, affine, bind
 from piper_ir.program.layout import StepCollective
-from piper_ir.program.program import Cost, ExpertRegion, Inside, Kernel, Liveness, Signature, Step
+from piper_ir.program.program import (
+    Cost,
+    ExpertRegion,
+    Inside,
+    Kernel,
+    Liveness,
+    OverlappedCollective,
+    Signature,
+    Step,
+)
 from piper_ops import own_costs
 
 
@@ -61,7 +70,20 @@ class Fitter:
         live = self._liveness(step, [s.liveness for s in signatures])
         inside = self._collectives(step, [s.collectives for s in signatures])
         experts = self._experts(step, [s.experts for s in signatures if s.experts is not None])
-        return Signature(first.reads, first.writes, first.accumulates, cost, live, inside, experts)
+        overlaps = self._overlaps(step, [s.overlaps for s in signatures])
+        return Signature(
+            first.reads, first.writes, first.accumulates, cost, live, inside, experts, overlaps
+        )
+
+    def _overlaps(
+        self, step: Step, each: Sequence[tuple[OverlappedCollective, ...]]
+    ) -> tuple[OverlappedCollective, ...]:
+        if any([o.number for o in overlaps] != [o.number for o in each[0]] for overlaps in each):
+            raise NotAffine(f"step {step} has other collectives beside its kernels")
+        return tuple(
+            replace(same[0], beside=self._cost(step, [o.beside for o in same]))
+            for same in zip(*each, strict=True)
+        )
 
     def _experts(self, step: Step, regions: Sequence[ExpertRegion]) -> ExpertRegion | None:
         if not regions:

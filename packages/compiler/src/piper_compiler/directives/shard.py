@@ -58,6 +58,7 @@ Legality
     tokens of their own, too: by another `shard`, or by `replicate`, which names them then. They divide the hidden
     elements of each expert, every stack has such a dimension but biases of the second product, and between `route`
     and `unroute` nothing needs the sum of that product.
+16. `pieces` is a number from 1 on. More than 1 stands with stream="tokens" alone, and divides the tokens of a device.
 """
 
 from __future__ import annotations
@@ -132,6 +133,8 @@ class Shard:
             exchange rows over the others (expert tensor parallelism): all compute the rows of all of them.
         cut: whether chunks are cut where devices begin and end to share their work, so that sums are made between them
             and can be hidden. A plan has several times as many instructions then.
+        pieces: the number of pieces of each product whose tokens are gathered before it, or scattered behind it, so
+            that the messages of one piece run beside the product of another.
         site: where the user wrote it.
     """
 
@@ -148,6 +151,7 @@ class Shard:
     overflow: Overflow = "rounds"
     cut: bool = False
     hidden: str | tuple[str, ...] = ""
+    pieces: int = 1
     site: str = site_field()
 
     def __post_init__(self) -> None:
@@ -256,6 +260,7 @@ class Shard:
         self._check_bound()
         self._check_cut()
         self._check_hidden()
+        self._check_pieces()
         if not self.experts:
             if (self.channel or self.sms is not None) and not self.cut:
                 text = 'channel and sms are for exchanges between chunks: use stream="rows" or cut=True, or leave them out'
@@ -286,6 +291,13 @@ class Shard:
                 14,
                 f"cut=True and {other}: only sums are made between chunks; leave one of the two out",
             )
+
+    def _check_pieces(self) -> None:
+        if type(self.pieces) is not int or self.pieces < 1:
+            raise fail(self, 16, f"pieces={self.pieces!r}; a number from 1 on is accepted")
+        if self.pieces > 1 and self.stream != TOKENS:
+            text = 'tokens are gathered and scattered in pieces; write it with stream="tokens", or leave it out'
+            raise fail(self, 16, f"pieces={self.pieces}: {text}")
 
     def _check_hidden(self) -> None:
         if not isinstance(self.hidden, str) or not set(self.hidden_axes) <= set(AXES):
@@ -410,6 +422,7 @@ class Shard:
             bound=float(self.bound),
             overflow=self.overflow,
             cut=self.cut,
+            pieces=self.pieces,
             folded=along if len(along) > 1 else (),
             hidden=tuple(
                 (axis, mesh.size(axis)) for axis in reversed(mesh.along("+".join(self.hidden_axes)))

@@ -16,7 +16,7 @@ from piper_compiler.directives import (
     shard,
     split,
 )
-from piper_compiler.directives.shard import AttentionExchange, Overflow, TokenOrder
+from piper_compiler.directives.shard import Activations, AttentionExchange, Overflow, TokenOrder
 from piper_compiler.recipes.registry import recipe, sized
 from piper_compiler.recipes.stages import check_numbers
 from piper_ir.ground.errors import DirectiveError
@@ -124,15 +124,19 @@ def recomputation(*, keep: Sequence[str], group: int = 1) -> tuple[Directive, ..
     )
 
 
-def tensor_parallel(*, sequence: bool = False, cut: bool = False) -> tuple[Directive, ...]:
+def tensor_parallel(
+    *, sequence: bool = False, cut: bool = False, pieces: int = 1
+) -> tuple[Directive, ...]:
     """Let the devices along the mesh axis tp share the work of every chunk; see `shard`.
 
-    With `sequence` activations between layers are sharded along their tokens, too. With `cut` the all-reduces stand
-    between chunks, so that compute of another microbatch can hide them. It composes with the recipes written after it.
+    With `sequence` activations between layers are sharded along their tokens, too, and products in several `pieces` run
+    beside the messages of other pieces. With `cut` the all-reduces stand between chunks, so that compute of another
+    microbatch can hide them. It composes with the recipes written after it.
     """
     if type(sequence) is not bool:
         raise DirectiveError(f"tensor_parallel(sequence={sequence!r}): True or False is accepted")
-    return (shard(where(), over="tp", stream="tokens" if sequence else "", cut=cut),)
+    stream: Activations = "tokens" if sequence else ""
+    return (shard(where(), over="tp", stream=stream, cut=cut, pieces=pieces),)
 
 
 def context_parallel(

@@ -57,7 +57,7 @@ PARTS = {
         "position-embedding-type", "multi-latent-attention", "num-experts",
     ),
     "job": ("micro-batch-size", "global-batch-size", "step-batch-size-schedule", "seq-length", "bf16", "lr", "clip-grad"),
-    "tp": ("tensor-model-parallel-size", "sequence-parallel"),
+    "tp": ("tensor-model-parallel-size", "sequence-parallel", "tp-comm-overlap"),
     "cp": ("context-parallel-size", "cp-comm-type"),
     "ep": ("expert-model-parallel-size", "expert-tensor-parallel-size"),
     "pp": (
@@ -81,6 +81,10 @@ PARTS = {
 """The options that lines of a FILE.py come from."""
 
 
+PIECES = 4
+"""The pieces of a product under --tp-comm-overlap: `num_splits` of Transformer Engine's userbuffers is 4 unless set."""
+
+
 def describe(foreign: Foreign, asked: Asked) -> JobDescription:
     """Return the job that the options describe; raise JobError for numbers that do not fit together."""
     found = check(foreign)
@@ -92,6 +96,8 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
     whole, rows = batch(foreign, found.dp)
     compute, reduce = _precision(foreign)
     layout = _layout(foreign, found, asked)
+    if foreign["tp-comm-overlap"]:
+        layout = layout.in_pieces(PIECES, length(foreign))
     _check_group(foreign, layout, whole // (rows * found.dp))
     return JobDescription(
         name=foreign.facts.get("name", "megatron"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from piper_interop.megatron.describe import PP_FIRST, WHOLE_MB
+from piper_interop.megatron.describe import PIECES, PP_FIRST, WHOLE_MB
 from piper_interop.megatron.export_sizes import write_sizes
 from piper_interop.megatron.exported import WrittenOptions
 from piper_interop.megatron.sizes import parts_of, policy_of
@@ -151,6 +151,9 @@ def _shared(described: JobDescription, options: WrittenOptions) -> None:
     elif plan.order:
         options.near(f"order={plan.order!r}", f"{PP_FIRST}, or the usual order")
     options.add("sequence-parallel", plan.sequence and plan.tp > 1)
+    options.add("tp-comm-overlap", plan.pieces > 1)
+    if plan.pieces not in (1, PIECES):
+        options.near(f"pieces={plan.pieces}", f"{PIECES} pieces, or the devices of a ring")
     if plan.tp > 1 and "experts" in fields and not plan.sequence:
         options.refuse(
             "experts with tp and whole tokens", "sequence=True with a capacity_factor, or tp=1"

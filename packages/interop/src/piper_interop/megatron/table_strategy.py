@@ -326,7 +326,10 @@ STRATEGY: OptionTable = {
         Nearest("offload of all that the modules before these parts save, and of no residuals", MORE),
     ),
     # messages beside compute, and how steps are started
-    "tp-comm-overlap": Nearest("messages of tp before and behind products", SLOW),
+    "tp-comm-overlap": (
+        Nearest("messages of tp before and behind products", SLOW, when=lambda f: not f["sequence-parallel"]),
+        Mapped("tp: pieces"),
+    ),
     "tp-comm-*": Ignored("a part of --tp-comm-overlap"),
     "*-tp-comm-*": Ignored("a part of --tp-comm-overlap"),
     "overlap-moe-expert-parallel-comm": Nearest("exchanges with experts that compute waits for", SLOW),

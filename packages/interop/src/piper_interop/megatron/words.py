@@ -160,6 +160,7 @@ SWITCHES = (
     "moe-router-pre-softmax",
     "moe-shared-expert-gate",
     "sequence-parallel",
+    "tp-comm-overlap",
     "account-for-embedding-in-pipeline-split",
     "account-for-loss-in-pipeline-split",
     "use-distributed-optimizer",

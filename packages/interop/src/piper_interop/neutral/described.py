@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -145,6 +145,7 @@ class DeviceLayout:
     Attributes:
         tp: devices that share each layer.
         sequence: whether activations between layers are sharded along their tokens over these.
+        pieces: the pieces of products that run beside the messages of others over these; 1 if none does.
         cp: devices that share the tokens of a row.
         attention: how these exchange keys and values: "ring", "gather" or "heads".
         pp: devices along the pipeline.
@@ -171,6 +172,7 @@ class DeviceLayout:
 
     tp: int = 1
     sequence: bool = False
+    pieces: int = 1
     cp: int = 1
     attention: str = "ring"
     pp: int = 1
@@ -193,6 +195,11 @@ class DeviceLayout:
     whole_mb: float = 0
     overlap: bool = True
     order: tuple[str, ...] = ()
+
+    def in_pieces(self, most: int, length: int) -> DeviceLayout:
+        """Return the layout with products in up to `most` pieces, as far as they divide the tokens of a device."""
+        own = length // (self.tp * self.cp) if self.sequence else 1
+        return replace(self, pieces=next(k for k in range(most, 0, -1) if own % k == 0))
 
     @property
     def sharing_replicas(self) -> int:

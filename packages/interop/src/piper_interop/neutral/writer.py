@@ -167,7 +167,8 @@ def calls(described: JobDescription) -> Iterator[tuple[str, str]]:
     """Yield the calls that make the directives, each with the name of its part in ORIGINS."""
     layout = described.layout
     if layout.tp > 1:
-        yield "tp", f"*recipes.tensor_parallel(sequence={layout.sequence})"
+        pieces = f", pieces={layout.pieces}" if layout.pieces > 1 else ""
+        yield "tp", f"*recipes.tensor_parallel(sequence={layout.sequence}{pieces})"
     if layout.cp > 1:
         yield "cp", f"*recipes.context_parallel(attention={literal(layout.attention)})"
     if layout.ep > 1:

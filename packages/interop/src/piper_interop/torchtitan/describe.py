@@ -46,6 +46,8 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
     sizes: ModelSizes = foreign.facts["sizes"]
     layout = _layout(foreign, asked.devices)
     length = _integer(foreign, "training.max_context_length", "training.seq_len")
+    if foreign.get("compile.enable_async_tensor_parallel"):
+        layout = layout.in_pieces(layout.tp, length)
     rows, global_batch, notes = _batch(foreign, layout, length)
     judgement = judge(foreign, TABLE, asked.stand_ins, asked.skip_unknown)
     recompute, how = _recompute(foreign)
@@ -300,7 +302,7 @@ def _origins(foreign: Foreign) -> dict[str, str]:
     parallel = "parallelism."
     return {
         "sizes": f"model_spec: {foreign['model.name']} {foreign['model.flavor']}",
-        "tp": f"{parallel}tensor_parallel_degree, enable_sequence_parallel",
+        "tp": f"{parallel}tensor_parallel_degree, enable_sequence_parallel; compile.enable_async_tensor_parallel",
         "cp": f"{parallel}context_parallel_degree",
         "ep": f"{parallel}expert_parallel_degree",
         "pp": f"{parallel}pipeline_parallel_degree, _schedule and stages; training.*: microbatches",

@@ -118,7 +118,9 @@ def _options(described: JobDescription) -> Iterator[tuple[str, object]]:
     yield "parallelism.expert_parallel_degree", layout.ep
     if layout.zero == 3:
         yield "parallelism.fsdp_reshard_after_forward", "always" if layout.reshard else "never"
-    yield "compile.enable", described.stack == "inductor"
+    yield "compile.enable", described.stack == "inductor" or layout.pieces > 1
+    if layout.pieces > 1:
+        yield "compile.enable_async_tensor_parallel", True
     if described.loss_tiles > 1:
         yield "loss.num_chunks", described.loss_tiles
     if layout.pp > 1:
@@ -157,6 +159,8 @@ def _notes(described: JobDescription) -> Iterator[str]:
         yield f"the recipe of the model needs {CONVERTERS[float8.recipe]} among its converters{leaves_out}"
     if not described.layout.overlap:
         yield "FSDP runs its messages beside compute"
+    if described.layout.pieces > 1:
+        yield "asynchronous tensor parallelism needs compile, and cuts products into as many pieces as devices"
     if described.layout.order:
         yield "torchtitan's mesh has stages outermost"
     if described.layout.whole_mb:

@@ -145,8 +145,13 @@ TABLE: OptionTable = {
     "compile.enable": Mapped("the kernel stack"),
     "compile.components": Mapped("the kernel stack"),
     "compile.backend": Nearest("kernels as Inductor's", "another backend's times are not known", ("inductor",)),
-    "compile.enable_async_tensor_parallel": Nearest(
-        "messages of tensor parallelism are not hidden beside products", "predicted too slow", when=_tp
+    "compile.enable_async_tensor_parallel": (
+        Nearest(
+            "messages of tensor parallelism are not hidden beside products",
+            "predicted too slow",
+            when=lambda f: _tp(f) and not f["parallelism.enable_sequence_parallel"],
+        ),
+        Mapped("tensor_parallel(pieces=)"),
     ),
     "encoder*": Ignored("a part of FLUX"),
     "inference*": Ignored("a part of FLUX"),

@@ -71,6 +71,7 @@ class Sharding:
         selection: the chunks that they share; all if it is None.
         bound: of dropless mixtures, the places for rows of another device over the mean of these.
         overflow: how more rows are treated: "rounds", "error" or "drop".
+        pieces: the number of pieces of a product whose messages run beside the products of other pieces; 1 for none.
         cut: whether chunks are cut where devices begin and end to share work, so that sums are made between them.
         folded: the axes, outermost first, of which `over` is made, with their sizes; none if it is one axis.
         hidden: the axes, outermost first, whose devices cut each expert, with their sizes; none if experts are whole.
@@ -88,15 +89,20 @@ class Sharding:
     selection: Where | None = field(default=None, repr=False)
     bound: float = field(default=BOUND, repr=False)
     overflow: str = field(default=OVERFLOWS[0], repr=False)
+    pieces: int = field(default=1, repr=False)
     cut: bool = field(default=False, repr=False)
     folded: tuple[tuple[str, int], ...] = field(default=(), repr=False)
     hidden: tuple[tuple[str, int], ...] = field(default=(), repr=False)
 
     @property
     def way(self) -> str:
-        """Return how attention is computed, and of which tokens, as a text; "" for heads and blocks."""
+        """Return how attention is computed, of which tokens, and in how many pieces products are, as a text.
+
+        It is "" for heads, blocks and products that are in one piece.
+        """
         order = self.order if self.order == "zigzag" else ""
-        return f"{self.attention} {order}".strip() if order or self.attention != "heads" else ""
+        way = f"{self.attention} {order}".strip() if order or self.attention != "heads" else ""
+        return way if self.pieces == 1 else f"{way} {self.pieces} pieces".strip()
 
     @property
     def experts(self) -> bool:

@@ -143,6 +143,23 @@ class ExpertRegion:
 
 
 @dataclass(frozen=True, slots=True)
+class OverlappedCollective:
+    """Describe a collective that is under way while its step computes.
+
+    Attributes:
+        number: its place among the step's collectives.
+        beside: the kernels that run between its start and the wait for it; they are a part of the step's.
+    """
+
+    number: int
+    beside: Cost
+
+    def bind(self, rows: int) -> OverlappedCollective:
+        """Return it at a number of rows."""
+        return OverlappedCollective(self.number, self.beside.bind(rows))
+
+
+@dataclass(frozen=True, slots=True)
 class Signature:
     """Describe one step of one chunk.
 
@@ -155,6 +172,8 @@ class Signature:
         liveness: the memory that the step holds while it runs.
         collectives: the collectives of the step among devices that share the chunk, in order.
         experts: the dropless experts that devices share; None for any other step.
+        overlaps: the collectives that are under way while the step computes, in order, one at a time; the step waits
+            for all others where it starts them.
     """
 
     reads: tuple[str, ...]
@@ -164,6 +183,7 @@ class Signature:
     liveness: Liveness = Liveness()  # noqa: RUF009 - frozen, so sharing one is safe
     collectives: tuple[StepCollective, ...] = ()
     experts: ExpertRegion | None = None
+    overlaps: tuple[OverlappedCollective, ...] = ()
 
     def bind(self, rows: int) -> Signature:
         """Return the step at a number of rows."""
@@ -176,6 +196,7 @@ class Signature:
             self.liveness.bind(rows),
             inside,
             None if self.experts is None else self.experts.bind(rows),
+            tuple([o.bind(rows) for o in self.overlaps]),
         )
 
     @property

@@ -78,7 +78,7 @@ RULES: dict[str, str] = {
     "along the same",
     "R36-inside": "steps meet along axes of sharers, on a channel of their role that joins just the ranks there; a "
     "forward that reads parts meets along their axes or hands on terms of sums, and equal code in "
-    "the same way",
+    "the same way; a step computes beside one of its collectives at a time, with kernels of its own",
     "R37-experts": "devices with different experts have rows of their own; chunks of experts alone have parts of "
     "parameters there, and tokens go to them and back by an all-to-all among just those devices of "
     "a role",

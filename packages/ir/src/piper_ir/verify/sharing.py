@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from piper_ir.ground.sizes import bind
 from piper_ir.plan.plan import COMPUTE, Bucket, Channel, Plan, RolePlan, inside_channel
 from piper_ir.program.collectives import COLLECTIVES, law_of
 from piper_ir.program.layout import StepCollective
 from piper_ir.program.ops import Compute
-from piper_ir.program.program import Chunk, Param
+from piper_ir.program.program import Chunk, Kernel, OverlappedCollective, Param, Signature
 from piper_ir.verify.rules import Findings
+
+Meetings = tuple[tuple[StepCollective, ...], tuple[OverlappedCollective, ...]]
+"""The collectives of a step, and the ones that are under way while it computes."""
 
 
 def check_sharing(findings: Findings) -> None:
@@ -37,7 +42,7 @@ def _check_parts(findings: Findings, params: Mapping[str, Param]) -> None:
 def _check_inside(findings: Findings, params: Mapping[str, Param]) -> None:
     """Check R36."""
     plan = findings.plan
-    known: dict[tuple[str, str], tuple[str, tuple[StepCollective, ...]]] = {}
+    known: dict[tuple[str, str], tuple[str, Meetings]] = {}
     for chunk in (*plan.chunks, *plan.variants):
         for problem in (*_step_problems(plan, chunk, params), *_alike_problems(chunk, known)):
             findings.add("R36-inside", problem)
@@ -102,9 +107,11 @@ def _bucket_problem(bucket: Bucket, members: Iterable[Param]) -> str:
 
 def _step_problems(plan: Plan, chunk: Chunk, params: Mapping[str, Param]) -> Iterator[str]:
     for step, sig in chunk.steps.items():
-        for one in sig.collectives:
-            if problem := _collective_problem(plan, one):
-                yield f"{step} of chunk {chunk.variant} {problem}"
+        for problem in (
+            *filter(None, (_collective_problem(plan, one) for one in sig.collectives)),
+            *_overlap_problems(sig),
+        ):
+            yield f"{step} of chunk {chunk.variant} {problem}"
     written = {port for sig in chunk.steps.values() for port in sig.writes}
     for port, over in chunk.terms:
         if port not in written:
@@ -141,13 +148,39 @@ def _collective_problem(plan: Plan, one: StepCollective) -> str:
     return ""
 
 
+def _overlap_problems(sig: Signature) -> Iterator[str]:
+    """Yield the problems of collectives that are under way while a step computes, one at a time."""
+    numbers = [o.number for o in sig.overlaps]
+    if numbers != sorted(set(numbers)) or not set(numbers) <= set(range(len(sig.collectives))):
+        yield (
+            f"computes beside its collectives {', '.join(map(str, numbers))}; each of "
+            f"{len(sig.collectives)} is named once, in order"
+        )
+        return
+    for one in sig.overlaps:
+        collective = sig.collectives[one.number]
+        law = COLLECTIVES.get(collective.kind)
+        if law is not None and (collective.further or law.in_place or not one.beside.kernels):
+            yield (
+                f"computes beside its {collective.kind} {one.number}, which cannot be under way meanwhile"
+            )
+    left = Counter[Kernel]()
+    for kernel in sig.cost.kernels:
+        left[replace(kernel, count=1)] += kernel.count
+    for kernel in [k for o in sig.overlaps for k in o.beside.kernels]:
+        left[replace(kernel, count=1)] -= kernel.count
+    if more := next((k.op or k.kind for k, n in left.items() if n < 0), ""):
+        yield f"computes beside its collectives more {more} than it has"
+
+
 def _alike_problems(
-    chunk: Chunk, known: dict[tuple[str, str], tuple[str, tuple[StepCollective, ...]]]
+    chunk: Chunk, known: dict[tuple[str, str], tuple[str, Meetings]]
 ) -> Iterator[str]:
     """Compare the collectives of steps with the ones of the first chunk that has the same code."""
     for step, sig in chunk.steps.items() if chunk.code else ():
-        other, collectives = known.setdefault((chunk.code, step), (chunk.variant, sig.collectives))
-        if collectives != sig.collectives:
+        meetings = sig.collectives, sig.overlaps
+        other, found = known.setdefault((chunk.code, step), (chunk.variant, meetings))
+        if found != meetings:
             yield (
                 f"{step} of chunk {chunk.variant} exchanges something else than in {other}, which has the same code"
             )

@@ -102,6 +102,14 @@ Its gradient is sent back in the same way.
 shift = define("shift", _SCHEMA, _same, _elsewhere)
 """An op that sends a tensor to the next device of an axis, from the last to the first, and returns the received one."""
 
+LIBRARY.define("wait(Tensor(a) x, Tensor given) -> Tensor(a)")
+wait = torch.ops.piper.wait.default
+"""The op behind which the result `x` of a collective is there; before it, the collective of `given` is under way.
+
+A step starts a collective whose result such an op reads, and waits for any other. Until then nothing may read `x` or
+change `given`.
+"""
+
 COLLECTIVE_KINDS = {
     op: op._schema.name.removeprefix("piper::").removesuffix("_")
     for op in (all_reduce, all_reduce_, all_gather, reduce_scatter, all_to_all, shift)

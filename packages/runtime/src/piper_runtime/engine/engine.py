@@ -57,7 +57,8 @@ class Engine:
     ):
         self.spans: list[TimedSpan] = []
         self._rank, self._backend, self._heart = rank, backend, heart
-        rank.exchange = Exchanges(rank, communicate)
+        rank.exchange = exchanges = Exchanges(rank, communicate)
+        rank.post = exchanges.post
         self._works = [
             e.work if e.work is not None else self._communication(communicate, e.comm, e.index)
             for e in rank.entries

@@ -1,4 +1,4 @@
-"""Run the collectives inside of steps: the code of a step waits for each, as for any other of its ops."""
+"""Run the collectives inside of steps: the code of a step waits for each where it starts it, or where it reads it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import torch
 
 from piper_ir.plan.plan import inside_channel
 from piper_ir.program.collectives import law_of
+from piper_runtime.engine.streams import Posted
 from piper_runtime.rank.binding.parts import Thunk
 from piper_runtime.rank.binding.rank import BoundComm, Rank
+from piper_runtime.rank.binding.step_collectives import result_of
 
 
 class Exchanges:
@@ -22,25 +24,64 @@ class Exchanges:
     def __init__(self, rank: Rank, communicate: Callable[[BoundComm], Thunk]) -> None:
         self._rank, self._communicate = rank, communicate
         self._bound: dict[tuple[str, str], _Slot] = {}
+        self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, kind: str, axis: str, given: torch.Tensor) -> torch.Tensor:
-        slot = self._bound.get((kind, axis))
-        if slot is None:
-            slot = self._bound[kind, axis] = self._bind(kind, axis)
-        law = law_of(kind)
+        slot = self._slot(kind, axis)
         given = given.contiguous()
-        if law.in_place:
-            result = given
-        elif law.writes == "part":
-            result = torch.empty(given.shape[1:], dtype=given.dtype, device=given.device)
-        else:
-            lead = () if law.reads == "whole" else (len(slot.peers),)
-            result = torch.empty((*lead, *given.shape), dtype=given.dtype, device=given.device)
+        result = result_of(kind, len(slot.peers), given)
         slot.given, slot.result = given, result
         with self._rank.untracked():  # gloo makes other tensors of the same memory
             slot.run()
         slot.given = slot.result = None
         return result
+
+    def post(
+        self, kind: str, axis: str, degree: int, given: torch.Tensor
+    ) -> Callable[[], torch.Tensor]:
+        """Start a collective, and return a function that waits for its result.
+
+        A communicator of the CPU carries it on in its own threads, a CUDA device on a stream of its own.
+        """
+        slot = self._slot(kind, axis)
+        given = given.contiguous()
+        result = result_of(kind, degree, given)
+        slot.given, slot.result = given, result
+        with self._rank.untracked():
+            finish = slot.run.start() if isinstance(slot.run, Posted) else self._beside(slot.run)
+        slot.given = slot.result = None
+        operand = [given]  # it may be a copy of the step's tensor, which nothing else keeps until the end
+
+        def wait() -> torch.Tensor:
+            with self._rank.untracked():
+                finish()
+            operand.clear()
+            return result
+
+        return wait
+
+    def _beside(self, run: Thunk) -> Thunk:
+        """Issue a collective on a stream of its own behind the compute issued so far; return its wait.
+
+        Operand and result live until compute has waited, so that the allocator need not know the other stream.
+        """
+        if self._rank.device.type != "cuda":
+            run()
+            return _nothing
+        compute = torch.cuda.current_stream(self._rank.device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._rank.device)
+        self._stream.wait_stream(compute)
+        with torch.cuda.stream(self._stream):
+            run()
+        done = self._stream.record_event()
+        return lambda: compute.wait_event(done)
+
+    def _slot(self, kind: str, axis: str) -> _Slot:
+        slot = self._bound.get((kind, axis))
+        if slot is None:
+            slot = self._bound[kind, axis] = self._bind(kind, axis)
+        return slot
 
     def _bind(self, kind: str, axis: str) -> _Slot:
         plan, rank = self._rank.plan, self._rank
@@ -49,6 +90,10 @@ class Exchanges:
         result = None if law_of(kind).in_place else slot.output
         slot.run = self._communicate(BoundComm(kind, channel, slot.peers, slot.input, result))
         return slot
+
+
+def _nothing() -> None:
+    """Wait for a collective that has ended."""
 
 
 class _Slot:

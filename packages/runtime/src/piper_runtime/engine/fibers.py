@@ -79,9 +79,14 @@ class Fiber:
             self._go.release()
             self._thread.join()
 
-    def exchange(self, kind: str, axis: str, given: torch.Tensor) -> torch.Tensor:
-        """Wait for a collective; the work calls it. As in other engines, an all-reduce works in place."""
-        into = given if law_of(kind).in_place else None
+    def exchange(
+        self, kind: str, axis: str, given: torch.Tensor, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Wait for a collective; the work calls it, with memory for the result if it has some.
+
+        As in other engines, an all-reduce works in place.
+        """
+        into = given if law_of(kind).in_place else into
         drawn = torch.random.get_rng_state()
         self.request = ExchangeRequest(kind, axis, given)
         del given

@@ -25,7 +25,7 @@ from piper_runtime.engine.memory import Counter
 from piper_runtime.engine.trace import TimedSpan
 from piper_runtime.rank.batches.batch_totals import counting_ranks
 from piper_runtime.rank.binding.rank import BoundComm, BoundInstr, Rank
-from piper_runtime.rank.binding.rank_state import no_exchange
+from piper_runtime.rank.binding.step_collectives import SPOILED, no_exchange
 
 
 @dataclass
@@ -310,13 +310,9 @@ def _transfer(heads: list[BoundInstr], ends: list[tuple[torch.Tensor, torch.Tens
         target.copy_(result)
 
 
-_SPOILED = 113
-"""The number that fills operands that a collective leaves undefined, so that a plan that reads one fails visibly."""
-
-
 def _spoil(given: list[torch.Tensor]) -> None:
     for tensor in given:
-        tensor.fill_(_SPOILED)
+        tensor.fill_(SPOILED)
 
 
 def collected(law: Law, given: list[torch.Tensor]) -> list[torch.Tensor]:

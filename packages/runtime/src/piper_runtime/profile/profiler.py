@@ -217,6 +217,7 @@ class _Profiler:
         )
         bound = Rank(plan, rank, code, job, params, buffers, None, self._device)
         bound.exchange = partial(_copied, plan)
+        bound.post = partial(_started, plan)
         return bound
 
     def _turns(self) -> Iterator[tuple[int, bool]]:
@@ -327,6 +328,14 @@ def _copied(plan: Plan, kind: str, axis: str, given: torch.Tensor) -> torch.Tens
     elif law.reads == "part":
         given = given.expand(plan.mesh.degree(plan.mesh.along(axis)), *given.shape)
     return given.clone(memory_format=torch.contiguous_format)
+
+
+def _started(
+    plan: Plan, kind: str, axis: str, degree: int, given: torch.Tensor
+) -> Callable[[], torch.Tensor]:
+    """Return a function that returns the result of `_copied`, for a collective that a step starts."""
+    result = _copied(plan, kind, axis, given)
+    return lambda: result
 
 
 def _evenly(counts: torch.Tensor, devices: int) -> torch.Tensor:

@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal
 from piper_simulator.cluster.checks import (
     FRACTION,
     NOT_NEGATIVE,
-    POSITIVE,
     TEXT,
     KeyPath,
     NotNegative,
@@ -69,7 +68,7 @@ class Stack:
         joined: products of the same input are one product (queries, keys and values; gate and up).
         remakes: operators whose results the backward's kernels make again, so that they are not saved.
         passes: operator, or one of a step ("W.add") -> the bytes that its kernels move, over the ones that the plan
-            counts.
+            counts; 0 where there are none.
         loss_bytes: bytes read and written per logit by a cross-entropy, forward and backward; () as `lowering` says.
         loss_keeps: bytes per logit that are held at the loss beside the tensors of the plan.
         tile_s: seconds in which a wave of tiles of a matrix product starts and ends.
@@ -99,7 +98,9 @@ class Stack:
     runs: Literal["each", "fused"] = "each"
     joined: bool = False
     remakes: tuple[Text, ...] = ()
-    passes: Annotated[Mapping[str, Positive], mapping(POSITIVE)] = field(default_factory=dict)
+    passes: Annotated[Mapping[str, NotNegative], mapping(NOT_NEGATIVE)] = field(
+        default_factory=dict
+    )
     loss_bytes: Annotated[tuple[float, ...], list_of(NOT_NEGATIVE)] = ()
     loss_keeps: NotNegative = 0.0
     tile_s: NotNegative = 0.0

@@ -1,7 +1,9 @@
 """Compute the load of all messages of a plan: communication instructions, and messages inside of steps.
 
 An instruction with messages inside of its steps is a sequence of pieces: compute, and messages that share links with
-others as any message does. While one of them runs, the rank does not compute.
+others as any message does. While one of them runs, the rank does not compute. Of messages beside kernels of the step,
+the kernels beside them are in their piece, at the rate of compute that the messages leave: it ends with the later of
+the two.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from piper_ir.fold.timing import Prepared
 from piper_ir.plan.plan import Plan
 from piper_simulator.contention.flows import PlanLoads, Wiring, first_ops, slows_anything
-from piper_simulator.contention.rates import Flow
+from piper_simulator.contention.rates import Flow, compute_rate
 from piper_simulator.durations.cost_model import StepMessages, Work
 from piper_simulator.durations.instances import meeting_inside
 
@@ -83,8 +85,13 @@ def _nodes(prepared: Prepared) -> Iterator[tuple[str, int]]:
 def _pieces(work: Work, flows: Sequence[Flow]) -> Sequence[TimedPiece]:
     """Return an instruction as rounds of compute and of the messages inside, whose loads are given."""
     rounds = min(ROUNDS, max([m.count for m in work.inside]))
-    once: list[TimedPiece] = [(max(0.0, work.seconds - work.inside_s) / rounds, None)]
-    for flow in flows:
-        part = replace(flow, seconds=flow.seconds / rounds)
+    hidden = sum([m.hidden_s for m in work.inside])
+    once: list[TimedPiece] = [(max(0.0, work.seconds - work.inside_s - hidden) / rounds, None)]
+    for message, flow in zip(work.inside, flows, strict=True):
+        seconds = flow.seconds
+        if message.hidden_s:
+            rate = min([compute_rate(*takes) for takes in flow.takes.values()], default=1.0)
+            seconds = max(seconds, message.hidden_s + (1 - rate) * seconds)
+        part = replace(flow, seconds=seconds / rounds)
         once.append((part.seconds, part))
     return rounds * [piece for piece in once if piece[0]]

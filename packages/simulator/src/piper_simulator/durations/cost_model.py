@@ -28,6 +28,7 @@ class StepMessages:
         count: how many there are.
         bytes: the bytes of all of them, on one rank.
         seconds: the duration of all of them.
+        hidden_s: the part of it in which the step computes beside them.
     """
 
     axis: str
@@ -35,6 +36,12 @@ class StepMessages:
     count: int
     bytes: int
     seconds: float
+    hidden_s: float = 0.0
+
+    @property
+    def exposed_s(self) -> float:
+        """Return the seconds in which the step waits for them."""
+        return self.seconds - self.hidden_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +49,7 @@ class Work:
     """Hold the duration, bytes and FLOPs of one instruction.
 
     Attributes:
-        seconds: its duration if nothing runs beside it, with the messages inside of its steps.
+        seconds: its duration if nothing runs beside it, with the messages inside of its steps for which these wait.
         bytes: of a communication, the size of the message on one rank; of compute, of the messages inside of its steps.
         inside: the messages inside of its steps.
     """
@@ -55,8 +62,8 @@ class Work:
 
     @property
     def inside_s(self) -> float:
-        """Return the seconds of the messages inside of its steps."""
-        return sum([m.seconds for m in self.inside])
+        """Return the seconds in which its steps wait for the messages inside of them."""
+        return sum([m.exposed_s for m in self.inside])
 
 
 class CostModel(Protocol):

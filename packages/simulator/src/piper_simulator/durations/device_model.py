@@ -6,7 +6,8 @@ its messages as long as the slowest instance of their channel. `simulate` passes
 (`piper_simulator.times.splitting`).
 
 A step whose work devices share takes as long as its kernels and the messages inside of it, one after the other; so
-does one of dropless experts. Measured durations of such steps count the kernels alone.
+does one of dropless experts. Of a message that is under way while the step computes, only the time counts that the
+kernels beside it leave over. Measured durations of such steps count the kernels alone.
 
 If the host is the device (a CPU), the processor time of a message delays the computation that comes next, unless
 that waits for the message anyway: one core per rank does both, however many threads share it.
@@ -14,7 +15,7 @@ that waits for the message anyway: one core per rank does both, however many thr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from piper_ir.ground.errors import ClusterError
@@ -23,7 +24,7 @@ from piper_ir.plan.plan import Channel, Instr, Part, Plan, RolePlan
 from piper_ir.plan.plan_bytes import PlanBytes
 from piper_ir.program.costs import Costs, Duration
 from piper_ir.program.ops import COMM, Comm, Compute, Load, Update, cost_op, message_op
-from piper_ir.program.program import Chunk, Step
+from piper_ir.program.program import Chunk, Cost, Step
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
 from piper_simulator.durations.communication import (
@@ -35,7 +36,7 @@ from piper_simulator.durations.communication import (
 )
 from piper_simulator.durations.cost_model import CostModel, StepMessages, Work, given_only
 from piper_simulator.durations.expert_work import EVEN, Loads, loaded, messages
-from piper_simulator.durations.hidden_messages import beside_kernels
+from piper_simulator.durations.hidden_messages import beside_kernels, summed
 from piper_simulator.durations.instances import (
     axes_inside,
     axes_of_equal_nodes,
@@ -148,7 +149,7 @@ class DeviceModel(CostModel):
         if not self._meets:
             return done
         inside = [(m, 1) for p in parts for m in p.inside]
-        return replace(done, bytes=sum([m.bytes for m, _ in inside]), inside=_summed(inside))
+        return replace(done, bytes=sum([m.bytes for m, _ in inside]), inside=summed(inside))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -293,31 +294,47 @@ class DeviceModel(CostModel):
             device, chunk = self._devices[kind], self.plan.chunk(op.variant)
             step = op.step if device is None else self._runs(chunk, op.step, device)
             kernels, sig = self._steps[op, kind], chunk.steps[step]
+            beside = {o.number: o.beside for o in sig.overlaps}
             taken = [
                 (
                     c,
                     share * times,
                     self._on_channel(meeting_inside(self.plan, c.axis, role), c.kind, nbytes),
+                    self._part_s(op, kind, beside[k]) if k in beside else 0.0,
                 )
-                for c in sig.collectives
+                for k, c in enumerate(sig.collectives)
                 for load, share in (EVEN if sig.experts is None else self.loads)
                 for times, nbytes in (messages(c, load, sig.experts),)
                 if times
             ]
-            inside = _summed(
+            inside = summed(
                 [
-                    (StepMessages(c.axis, c.kind, 1, w.bytes, w.seconds), times)
-                    for c, times, w in taken
+                    (
+                        StepMessages(c.axis, c.kind, 1, w.bytes, w.seconds, min(w.seconds, free)),
+                        times,
+                    )
+                    for c, times, w, free in taken
                 ]
             )
-            source = min([kernels.source, *(w.source for _, _, w in taken)], key=_TRUST.index)
+            source = min([kernels.source, *(w.source for _, _, w, _ in taken)], key=_TRUST.index)
             if device is not None:
                 inside = beside_kernels(device, inside, kernels.seconds)
-            seconds = kernels.seconds + sum([m.seconds for m in inside])
+            seconds = kernels.seconds + sum([m.exposed_s for m in inside])
             self._inside[key] = Work(
                 seconds, source, sum([m.bytes for m in inside]), kernels.flops, inside
             )
         return self._inside[key]
+
+    def _part_s(self, op: Compute, kind: int, part: Cost) -> float:
+        """Return the seconds of some kernels of a step, as their share in its duration."""
+        device, whole = self._devices[kind], self.plan.chunk(op.variant).steps[op.step].cost
+        if device is not None:
+            share = (
+                step_took(device, part, op.step).seconds / step_took(device, whole, op.step).seconds
+            )
+        else:
+            share = part.flops / max(1, whole.flops)
+        return share * self._steps[op, kind].seconds
 
     def _runs(self, chunk: Chunk, step: Step, device: Device) -> Step:
         """Return the step that a device's stack runs for one of a plan: for R the whole F, if it recomputes so."""
@@ -469,25 +486,6 @@ class DeviceModel(CostModel):
                     for slow in crossed(cluster, members)
                 )
         return self._groups[channel.id]
-
-
-def _summed(messages: Iterable[tuple[StepMessages, float]]) -> tuple[StepMessages, ...]:
-    """Return one entry per axis and kind of message, of messages with how often each is sent.
-
-    A message that is sent in some cases only counts as one at least: its bytes and seconds are there.
-    """
-    sums: dict[tuple[str, str], tuple[float, float, float]] = {}
-    for m, times in messages:
-        count, nbytes, seconds = sums.get((m.axis, m.op), (0.0, 0.0, 0.0))
-        sums[m.axis, m.op] = (
-            count + times * m.count,
-            nbytes + times * m.bytes,
-            seconds + times * m.seconds,
-        )
-    return tuple(
-        StepMessages(*key, max(1, round(n)), round(nbytes), seconds)
-        for key, (n, nbytes, seconds) in sums.items()
-    )
 
 
 def _known(devices: Sequence[Device | None], costs: Costs) -> list[Costs]:

@@ -11,7 +11,8 @@ A plan has a kernel for each operator of the model. Software joins them, or adds
                              beside it is one of its own. The scale of a tensor in float8 ends a run
     joined                   queries, keys and values are one product, and gate and up: their input gradients are one
                              tensor, and no kernels add them up
-    passes                   an operator, or one of a step ("W.add"), moves more or fewer bytes than the plan counts
+    passes                   an operator, or one of a step ("W.add"), moves more or fewer bytes than the plan counts;
+                             none, if its factor is 0
     loss_bytes               a cross-entropy moves so many bytes per logit
 """
 
@@ -41,22 +42,23 @@ def run_kernels(stack: Stack, kernels: Sequence[Kernel], step: Step) -> Sequence
     if stack.joined:
         kernels = list(_joined_products(kernels, step))
     if stack.loss_bytes or stack.passes:
-        kernels = [_as_counted(stack, k, step) for k in kernels]
+        counted = (_as_counted(stack, k, step) for k in kernels)
+        kernels = [k for k in counted if k is not None]
     if stack.runs == "fused":
         kernels = list(_fused(stack, kernels))
     return kernels
 
 
-def _as_counted(stack: Stack, kernel: Kernel, step: Step) -> Kernel:
-    """Return a kernel with the bytes that the stack's facts say."""
+def _as_counted(stack: Stack, kernel: Kernel, step: Step) -> Kernel | None:
+    """Return a kernel with the bytes that the stack's facts say; None if the stack has no such kernel."""
     if kernel.kind == "loss" and stack.loss_bytes and len(kernel.dims) == 2:
         rows, classes = (bind(d, 0) for d in kernel.dims)
         each = stack.loss_bytes[step not in ("F", "R")]
         return replace(kernel, bytes=round(rows * classes * each))
     factor = stack.passes.get(f"{step}.{kernel.op}", stack.passes.get(kernel.op))
-    return (
-        kernel if factor is None else replace(kernel, bytes=round(bind(kernel.bytes, 0) * factor))
-    )
+    if factor is None:
+        return kernel
+    return replace(kernel, bytes=round(bind(kernel.bytes, 0) * factor)) if factor else None
 
 
 def _residual_adds(kernels: Sequence[Kernel]) -> Iterator[Kernel]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from piper_ir.ground.errors import ExecutionError, NonFiniteLossError
+from piper_ir.ground.errors import NonFiniteLossError
 from piper_ir.ground.expert_tokens import counts_tokens
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.sizes import bind
@@ -20,6 +20,7 @@ from piper_ir.program.ops import Collective, Fresh, Update
 from piper_ops import ROUNDS
 from piper_runtime.rank.batches.feed import Feed
 from piper_runtime.rank.binding.dropped_rows import DroppedRows
+from piper_runtime.rank.binding.step_collectives import Exchange, Post, no_exchange, post_late
 from piper_runtime.rank.job.job import Batch, NamedParameters
 from piper_runtime.rank.job.loss_scale import LossScale, RunningScale
 from piper_runtime.rank.optimizers.optimizer import RankOptimizer, scaled
@@ -48,10 +49,6 @@ Probe = Callable[["RankState", tuple[str, ...], "float | torch.Tensor"], None]
 """A function called in Update before the optimizer's step with the rank, the buckets and the gradients' scale."""
 
 
-Exchange = Callable[..., torch.Tensor]
-"""A function that runs a collective of a kind with the devices along an axis, from a tensor to the result."""
-
-
 class _Places(dict[str, int]):
     """Map axes to a rank's places along them."""
 
@@ -72,11 +69,6 @@ def _of_replica_0(plan: Plan) -> set[str]:
     """Return the buffers that differ between replicas, since forward updates them from the batch."""
     outputs = [o for chunk in plan.chunks for o in chunk.outputs if o.kind == "buffer" and o.varies]
     return {o.ref for o in outputs if not counts_tokens(o.ref)}
-
-
-def no_exchange(kind: str, axis: str, given: torch.Tensor) -> torch.Tensor:
-    """Raise ExecutionError: only steps with collectives in the plan can exchange tensors."""
-    raise ExecutionError(f"a step asks for {kind} along {axis}, and no engine runs it")
 
 
 @dataclass(frozen=True)
@@ -143,6 +135,7 @@ class RankState:
         self.feed = Feed(plan, rank, job.batch, device, partial(LoadedSteps(code), step="F"))
         self.counts = not plan.mesh.index_along(plan.shared, rank)
         self.exchange: Exchange = no_exchange
+        self.post: Post = post_late(lambda *given: self.exchange(*given))
         self.steps = LoadedSteps(code, device, self._globals(), self.dropped.kernels)
 
     def _states(
@@ -164,6 +157,7 @@ class RankState:
         return {
             "PLACE": _Places(self.plan.mesh, self.rank),
             "EXCHANGE": lambda *given: self.exchange(*given),
+            "POST": lambda *given: self.post(*given),
             "ROUNDS": {op._schema.name: function for op, function in ROUNDS.items()},
         }
 
