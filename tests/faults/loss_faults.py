@@ -255,6 +255,5 @@ LOSSES: tuple[JobFault, ...] = (
     totals_of_the_step_before,
     first_microbatch_counted,
     one_end_alone,
-    gradient_of_the_loss_left_out,
-    last_tile_left_out,
 )
+TILES: tuple[JobFault, ...] = (gradient_of_the_loss_left_out, last_tile_left_out)

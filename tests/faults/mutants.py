@@ -30,7 +30,7 @@ from tests.faults.feature_faults import FEATURES
 from tests.faults.host_faults import HOSTS
 from tests.faults.job_faults import JOBS, JobFault
 from tests.faults.layout_faults import LAYOUTS
-from tests.faults.loss_faults import LOSSES
+from tests.faults.loss_faults import LOSSES, TILES
 from tests.faults.plan_faults import COMPILER, Change
 from tests.faults.recompute_faults import RECOMPUTE
 from tests.faults.schedule_faults import SCHEDULE
@@ -207,7 +207,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *(Mutant(name, "runtime", fault.about) for name, fault in faults.FAULTS.items()),
     *(
         Mutant(f.__name__, "job", (f.__doc__ or "").strip().splitlines()[0], run=f)
-        for f in (*JOBS, *SHARERS, *EXPERT_RUNS, *DROPLESS, *BACKWARDS, *LOSSES, *STATES)
+        for f in (*JOBS, *SHARERS, *EXPERT_RUNS, *DROPLESS, *BACKWARDS, *LOSSES, *STATES, *TILES)
     ),
 )
 
