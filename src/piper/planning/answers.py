@@ -13,7 +13,7 @@ from piper.api.problems.tuning_problem import Conditions, problem_of
 from piper.planning.goodput import Failures, goodput, saved_bytes
 from piper.views.strategy_facts import facts_of
 from piper_autotune import NothingFoundError, SearchProgress, Study, tune
-from piper_compiler import Options, Strategy, replicate
+from piper_compiler import Options, Strategy, replicate, shard
 from piper_ir.ground.errors import PiperError
 from piper_ir.study.study import Row
 from piper_ir.tools import size_text, working
@@ -136,8 +136,14 @@ def answer(
     workers: int = 1,
     progress: Callable[[SearchProgress], None] | None = None,
 ) -> Answer:
-    """Search the strategies of a job, and return the best that differ in structure, each simulated with contention."""
-    failure, searched = "", space(job, cluster)
+    """Search the strategies of a job, and return the best that differ in structure, each simulated with contention.
+
+    If products of the own strategy are in pieces, the others' are, too.
+    """
+    pieces = (
+        max((d.pieces for d in own.directives if isinstance(d, shard)), default=1) if own else 1
+    )
+    failure, searched = "", space(job, cluster, **({"pieces": pieces} if pieces > 1 else {}))
     predict = _Predictor(job, cluster, budget)
     mine = None if own is None else predict.own(own)
     try:

@@ -36,6 +36,7 @@ from piper_simulator.explanation.why import Why, why
 from piper_simulator.interval import RunsInterval, interval_share, step_interval
 from piper_simulator.memory.device_memory import device_memory, device_type
 from piper_simulator.memory.oom import SHOWN, too_much
+from piper_simulator.memory.software import software_buffers
 from piper_simulator.metrics import repeated_share
 from piper_simulator.period import StepParts, held_and_reserved, period, step_parts
 from piper_simulator.simulation import Simulation, simulate
@@ -108,6 +109,7 @@ __all__ = [
     "repeated_share",
     "run_engine",
     "simulate",
+    "software_buffers",
     "split",
     "step_seconds",
     "too_much",

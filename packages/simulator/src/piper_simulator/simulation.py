@@ -459,12 +459,12 @@ class _Run:
             limit = devices.limit(k)
             if limit is None or needs.total <= limit:
                 continue
-            role, most = counted.roles[r], memory.peaks[r]
+            role, most, beside = counted.roles[r], memory.peaks[r], memory.beside[r]
             start = Usage(-1, sum(s.nbytes for s in role.device_states), {})
             at = next(
                 u.instr
                 for u in chain([start], scan(counted, role), [most])
-                if devices.memory(k, u.total).total > limit
+                if devices.memory(k, u.total, beside.at(u)).total > limit
             )
             yield OomVerdict(
                 ranks=part.ranks,

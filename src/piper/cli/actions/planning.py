@@ -109,10 +109,16 @@ def _cluster_name(a: PlanArguments) -> str:
         return a.cluster
     whole, at, stack = a.cluster.partition("@")
     kind = whole.partition("*")[0]
+    if "*" in whole:
+        if (devices := cluster_named(whole).devices) != a.gpus:
+            raise JobError(
+                f"--gpus {a.gpus}: {whole} has {devices} devices; leave --gpus out, or give --cluster {kind} alone"
+            )
+        return a.cluster
     per_node = cluster_named(kind).per_node
-    if "*" in whole or (a.gpus % per_node and a.gpus > per_node):
+    if a.gpus % per_node and a.gpus > per_node:
         raise JobError(
-            f"--gpus {a.gpus}: nodes of {kind} have {per_node} devices; give a multiple, or --cluster '{kind}*NODES'"
+            f"--gpus {a.gpus}: nodes of {kind} have {per_node} devices; give a multiple of {per_node}"
         )
     if a.gpus < per_node:
         return f"{kind.removesuffix(str(per_node))}{a.gpus}{at}{stack}"

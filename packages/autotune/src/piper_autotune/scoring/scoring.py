@@ -17,6 +17,7 @@ from piper_compiler import CompileRequest, Lowered, Strategy, compiled
 from piper_ir.fold.steady_state import step_and_period
 from piper_ir.ground.errors import CaptureError, PiperError
 from piper_ir.plan.plan import Instr, Plan, RolePlan
+from piper_ir.program.costs import AllocatorCosts
 from piper_ir.program.program import Program
 from piper_ir.tools import no_garbage_collection, size_text
 from piper_ir.verify import verify
@@ -29,6 +30,7 @@ from piper_simulator import (
     load_of,
     model_for,
     simulate,
+    software_buffers,
     too_much,
     under_load,
 )
@@ -161,7 +163,7 @@ def _of_plan(problem: TuningProblem, lowered: Lowered, engine: bool) -> Scored |
     allocator = None if problem.costs is None else problem.costs.allocator
     usages = [
         (
-            device_memory(plan, role, role.peak_bytes, device, allocator).total,
+            _used(plan, role, device, allocator),
             role,
             rank,
             problem.limit_of(device),
@@ -175,6 +177,14 @@ def _of_plan(problem: TuningProblem, lowered: Lowered, engine: bool) -> Scored |
     return Scored(
         period_s, step_s, peak_bytes, most, "engine" if engine else "sweep", reason, notes
     )
+
+
+def _used(
+    plan: Plan, role: RolePlan, device: Device | None, allocator: AllocatorCosts | None
+) -> int:
+    """Return the bytes of a device that a role uses, with the buffers of the device's software stack."""
+    buffers = software_buffers(plan, role, None if device is None else device.stack)
+    return device_memory(plan, role, role.peak_bytes, device, allocator, buffers).total
 
 
 def _devices(cluster: Cluster | None, role: RolePlan) -> list[tuple[int, Device | None]]:

@@ -50,7 +50,9 @@ class Exchanges:
         with self._rank.untracked():
             finish = slot.run.start() if isinstance(slot.run, Posted) else self._beside(slot.run)
         slot.given = slot.result = None
-        operand = [given]  # it may be a copy of the step's tensor, which nothing else keeps until the end
+        operand = [
+            given
+        ]  # it may be a copy of the step's tensor, which nothing else keeps until the end
 
         def wait() -> torch.Tensor:
             with self._rank.untracked():

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from piper_ir.fold.memory import Usage, peak, scan
+from piper_ir.fold.memory import Usage
 from piper_ir.plan.plan import Plan, RolePlan
 from piper_ir.program.costs import AllocatorCosts, Costs
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
 from piper_simulator.memory.device_memory import DeviceMemory, device_memory, device_type
-from piper_simulator.memory.software import HeldBeside
+from piper_simulator.memory.software import HeldBeside, fullest_moment
 from piper_simulator.times.splitting import SplitPlan
 
 
@@ -51,11 +51,13 @@ class PeakMemory:
     Attributes:
         counted: the plan with memory counted for the cluster's devices.
         peaks: of the roles of the plan.
+        beside: the buffers of the software stack beside each of these roles.
         used: of the split roles, on their devices.
     """
 
     counted: Plan
     peaks: Sequence[Usage]
+    beside: Sequence[HeldBeside]
     devices: RoleDevices
     used: Sequence[DeviceMemory]
 
@@ -68,13 +70,10 @@ def peak_memory(
     devices = RoleDevices(plan, split.plan.roles, split.of, cluster, allocator)
     counted = plan if cluster is None else replace(plan, device=device_type(cluster))
     stack = None if cluster is None else cluster.device.stack
-    peaks, buffers = [], []
-    for role in counted.roles:
-        beside = HeldBeside(counted, role, stack)
-        moments = list(scan(counted, role))
-        most = max(moments, key=lambda usage: usage.total, default=None) or peak(counted, role)
-        held = max((u.total + beside.at(u) for u in moments), default=most.total)
-        peaks.append(most)
-        buffers.append(max(0, held - most.total))
-    used = [devices.memory(k, peaks[r].total, buffers[r]) for k, r in enumerate(split.of)]
-    return PeakMemory(counted, peaks, devices, used)
+    beside = [HeldBeside(counted, role, stack) for role in counted.roles]
+    moments = [
+        fullest_moment(counted, role, held)
+        for role, held in zip(counted.roles, beside, strict=True)
+    ]
+    used = [devices.memory(k, moments[r][0].total, moments[r][1]) for k, r in enumerate(split.of)]
+    return PeakMemory(counted, [most for most, _ in moments], beside, devices, used)

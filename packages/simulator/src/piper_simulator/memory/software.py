@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from piper_ir.fold.memory import Usage
+from piper_ir.fold.memory import Usage, peak, scan
 from piper_ir.ground.sizes import bind
 from piper_ir.plan.plan import Plan, RolePlan
 from piper_ir.program.ops import Compute
@@ -63,3 +63,18 @@ class HeldBeside:
             logits = max((bind(k.dims[0], 0) * bind(k.dims[1], 0) for k in kernels), default=0)
             self._at_loss[op] = round(logits * self._stack.loss_keeps)
         return self._at_loss[op]
+
+
+def fullest_moment(plan: Plan, role: RolePlan, beside: HeldBeside) -> tuple[Usage, int]:
+    """Return a role's peak, and the bytes by which its fullest moment with the software's buffers is above it."""
+    moments = list(scan(plan, role))
+    most = max(moments, key=lambda usage: usage.total, default=None) or peak(plan, role)
+    held = max((u.total + beside.at(u) for u in moments), default=most.total)
+    return most, max(0, held - most.total)
+
+
+def software_buffers(plan: Plan, role: RolePlan, stack: Stack | None) -> int:
+    """Return the bytes that a stack adds to the peak of a role: its own buffers, at the role's fullest moment."""
+    if stack is None or not (stack.holds or stack.loss_keeps):
+        return 0
+    return fullest_moment(plan, role, HeldBeside(plan, role, stack))[1]
