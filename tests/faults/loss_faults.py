@@ -6,6 +6,7 @@ computes on the whole batch. Labels are unevenly ignored: microbatches, replicas
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor, fx
 
 import piper
-from piper import Mesh, Precision, Strategy, recipes
-from piper_capture.store import assemble
+from piper import Mesh, Precision, Strategy, models, recipes
+from piper.models.jobs import cross_entropy
+from piper_capture.store import assemble, tiled_loss
 from piper_capture.trace.dynamo import AuxiliaryForm, Forward
 from piper_capture.whole_batch.batch_loss import pairs
 from piper_capture.whole_batch.batch_loss.totals import Totals
@@ -24,6 +26,7 @@ from tests.faults.backward_faults import PARTS, judged
 from tests.faults.job_faults import JobFault, Judged
 from tests.helpers import losses
 from tests.helpers.compositions import Composition
+from tests.helpers.decoders import DECODERS
 
 REPLICAS = Strategy(
     Mesh(dp=2), (piper.split(piper.where(), microbatches=2), *recipes.data_parallel())
@@ -209,6 +212,36 @@ def one_end_alone(c: Composition) -> Judged | None:
         return _of(c, CLAMPED, ENDS)
 
 
+def _of_tiles(c: Composition) -> Judged | None:
+    """Train a decoder with half of the mean as its loss, which is computed in tiles of tokens."""
+    if c.model != "gpt" or c.precision != "float64":
+        return None
+    job = models.job(DECODERS["Mistral"], global_batch=4, precision="float64")
+    tiles = (piper.tile_loss(4), piper.split(piper.where(), microbatches=2))
+    return judged(replace(job, loss=_half), Strategy(Mesh(), tiles))
+
+
+def _half(logits: Tensor, targets: Tensor) -> Tensor:
+    return 0.5 * cross_entropy(logits, targets)
+
+
+def gradient_of_the_loss_left_out(c: Composition) -> Judged | None:
+    """The backward of tiles takes the gradient of their loss for 1."""
+    with mock.patch.object(
+        tiled_loss._Tiles, "_scaled", lambda self, node, region: self._unit[node]
+    ):
+        return _of_tiles(c)
+
+
+def last_tile_left_out(c: Composition) -> Judged | None:
+    """A sum over tiles leaves out the last."""
+    right = tiled_loss._Tiles._sum
+    with mock.patch.object(
+        tiled_loss._Tiles, "_sum", lambda self, terms: right(self, terms[:-1] or terms)
+    ):
+        return _of_tiles(c)
+
+
 LOSSES: tuple[JobFault, ...] = (
     mean_of_microbatch_means,
     ignored_targets_counted,
@@ -223,3 +256,4 @@ LOSSES: tuple[JobFault, ...] = (
     first_microbatch_counted,
     one_end_alone,
 )
+TILES: tuple[JobFault, ...] = (gradient_of_the_loss_left_out, last_tile_left_out)

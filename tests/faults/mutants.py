@@ -1,10 +1,11 @@
 """The mutation score: seeded faults in compiler and runtime, and which check catches each.
 
-`python -m tests.faults.mutants` prints the table. A compiler fault changes a finished plan: plan_faults.py, update_faults.py,
-schedule_faults.py, sharding_faults.py, recompute_faults.py, layout_faults.py, expert_faults.py, host_faults.py (peaks
-are computed after it). A runtime fault is one of runtime_faults.py, a job fault one of job_faults.py, sharer_faults.py,
-expert_faults.py, dropless_faults.py, backward_faults.py, loss_faults.py or state_faults.py. Each is tried on the cases
-below until `verify` or the parity suite objects. The exit code is 1 if a fault survives.
+`python -m tests.faults.mutants` prints the table. A compiler fault changes a finished plan: plan_faults.py,
+update_faults.py, schedule_faults.py, sharding_faults.py, recompute_faults.py, layout_faults.py, expert_faults.py,
+host_faults.py, feature_faults.py (peaks are computed after it). A runtime fault is one of runtime_faults.py, a job fault
+one of job_faults.py, sharer_faults.py, expert_faults.py, dropless_faults.py, backward_faults.py, loss_faults.py or
+state_faults.py. Each is tried on the cases below until `verify` or the parity suite objects. The exit code is 1 if a
+fault survives.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from tests.faults import runtime_faults as faults
 from tests.faults.backward_faults import BACKWARDS
 from tests.faults.dropless_faults import DROPLESS
 from tests.faults.expert_faults import EXPERT_PLANS, EXPERT_RUNS
+from tests.faults.feature_faults import FEATURES
 from tests.faults.host_faults import HOSTS
 from tests.faults.job_faults import JOBS, JobFault
 from tests.faults.layout_faults import LAYOUTS
-from tests.faults.loss_faults import LOSSES
+from tests.faults.loss_faults import LOSSES, TILES
 from tests.faults.plan_faults import COMPILER, Change
 from tests.faults.recompute_faults import RECOMPUTE
 from tests.faults.schedule_faults import SCHEDULE
@@ -67,7 +69,14 @@ CASES: tuple[Composition, ...] = (
     Composition("steered", 1, 4, 1, optimizer="adamw", clip=0.05, ep=4),
     Composition("gpt", 2, 2, 2, "1f1b", scaled=True),
     Composition("gpt", 2, 2, 4, "1f1b", bucket_mb=0.002, waits="all"),
-)
+    Composition("steered", 1, 4, 2, optimizer="adamw", clip=0.05, ep=2, hidden="etp", zero=1),
+    Composition("steered", 1, 4, 1, optimizer="adamw", clip=0.05, tp=2, stream="tokens", ep=2, hidden="tp"),
+    Composition("gpt", 1, 2, 2, optimizer="adamw", clip=0.05, cp=2, attention="ring", zero=3, over_cp=True, bucket_mb=0.002),
+    Composition("gpt", 2, 2, 2, "1f1b", optimizer="adamw", bucket_mb=0.002, zero=1, hosted="optim"),
+    Composition("gpt", 2, 2, 2, "1f1b", optimizer="adamw", bucket_mb=0.002, zero=3, hosted="states"),
+    Composition("gpt", 1, 2, 2, optimizer="adamw", clip=0.05, zero=3, whole_mb=0.0015, overlap_states=False, bucket_mb=0.002),
+    Composition("gpt", 3, 1, 4, "1f1b", at=(1, 1)),
+)  # fmt: skip
 """Tied weights and many buckets on both axes; uneven weights; values that skip stages; groups, clipping and a schedule;
 dropout; buffers; a stage on two devices; split backwards with two chunks on a device, reduced and alone; a batch
 function that refills its tensors, where a device loads inputs of two microbatches before targets; an optimizer that is
@@ -75,7 +84,8 @@ not element-wise; ranks that share all states, or those of the optimizer; recomp
 backwards; mixed precision; devices that share chunks: with their tokens, as stages, with fewer heads of keys than
 devices, with dropout, with uneven weights; devices that share tokens, with keys that go around in a ring; devices that
 share experts, each with rows of its own; such a mixture without a capacity, whose tokens all go to one device; a scaled loss;
-tensors that wait on the host.
+tensors that wait on the host; experts that replicas, or devices along tp, cut; states over cp; states on the host, the
+optimizer's and all; small parameters that stay whole, with messages that compute waits for; a stage without layers.
 """
 
 
@@ -178,7 +188,7 @@ def _parity(mutant: Mutant, case: Composition, plan: Plan) -> str:
     with faults.inject(mutant.name) if mutant.change is None else nullcontext():
         try:
             run = compositions.run(case, plan)
-        except PiperError as e:
+        except (PiperError, RuntimeError) as e:  # torch refuses the sizes of a wrong plan
             return f"{type(e).__name__}: {str(e).splitlines()[0]}"
     found = parity.differences(
         parity.RunOutcome.of(run), compositions.expected(case), tolerance_of(case)
@@ -191,13 +201,16 @@ MUTANTS: tuple[Mutant, ...] = (
         Mutant(f.__name__, "compiler", (f.__doc__ or "").strip().splitlines()[0], f)
         for f in (
             *(*COMPILER, *UPDATES, *SCHEDULE, *SHARDING, *RECOMPUTE, *LAYOUTS, *EXPERT_PLANS),
-            *HOSTS,
+            *(*HOSTS, *FEATURES),
         )
     ),
     *(Mutant(name, "runtime", fault.about) for name, fault in faults.FAULTS.items()),
     *(
         Mutant(f.__name__, "job", (f.__doc__ or "").strip().splitlines()[0], run=f)
-        for f in (*JOBS, *SHARERS, *EXPERT_RUNS, *DROPLESS, *BACKWARDS, *LOSSES, *STATES, *PIECES)
+        for f in (
+            *(*JOBS, *SHARERS, *EXPERT_RUNS, *DROPLESS, *BACKWARDS, *LOSSES, *STATES),
+            *(*TILES, *PIECES),
+        )
     ),
 )
 

@@ -41,8 +41,9 @@ def _forget(c: Composition) -> None:
     store = captured.code
     captured.shared.clear()
     store._sharded.clear()
-    for code, rows in list(store._traced):
-        if store._recipes[code].shardings:
+    store._joints.clear()  # which keep what the rules said
+    for code, rows in list(store._traced):  # of stages without layers, too, which have no recipe
+        if code in store._recipes and store._recipes[code].shardings:
             del store._traced[code, rows]
 
 

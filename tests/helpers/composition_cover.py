@@ -466,6 +466,38 @@ def wide_row(seed: int) -> Row:
     return WIDE.drawn(Random(seed))
 
 
+def _dropless(model: str) -> bool:
+    """Return whether a model has a dropless mixture; it is then one of tests/helpers/transformers.py, or steered."""
+    if model.startswith("any "):
+        return transformers.drawn(int(model.removeprefix("any ")))[0].mixture
+    return model in ("steered", "mixture")
+
+
+TOKENS: Mapping[str, dict[str, Any]] = {
+    "tp": dict(tp=2, stream="tokens"),
+    "cp": dict(cp=2, order="blocks"),
+}
+"""How devices have tokens of their own along the axes that cut experts."""
+
+
+def cut_experts(row: Row, seed: int) -> dict[str, Any]:
+    """Return the fields by which devices cut each expert of a dropless mixture; none where the row has no room.
+
+    The axis is one of `TOKENS`, or one of two of the replicas ("etp").
+    """
+    known = {**row, "model": "mixture", "ep": 2}
+    if not _dropless(row["model"]) or row["sharing"] or not WIDE.allows(known, "ep"):
+        return {}
+    most = 8 if row["launcher"] == "inline" else 4
+    room = 2 * row["pp"] * row["dp"] <= most
+    axes = [*TOKENS] * room + ["etp"] * (row["dp"] == 4)
+    if not axes:
+        return {}
+    axis = axes[seed % len(axes)]
+    exact = {} if row["precision"] == "float64" else {"optimizer": "sgd"}
+    return dict(ep=2, hidden=axis, **TOKENS.get(axis, {}), **exact)
+
+
 def drawn(seed: int) -> tuple[Composition, str]:
     """Return the composition of a number, with its launcher."""
     row = wide_row(seed)
@@ -474,6 +506,10 @@ def drawn(seed: int) -> tuple[Composition, str]:
     waits = "all" if seed % 4 == 2 else ""
     scaled = seed % 5 == 1 and not captured(made.model, made.precision).auxiliary
     hosted = ("states" if made.zero in (0, 3) else "optim") if seed % 9 == 4 else ""
+    if seed % 4:
+        made = replace(made, **cut_experts(row, seed))
+    over_cp = made.cp > 1 and made.zero > 0 and made.rep == 1 and seed % 2 == 0
+    made = replace(made, over_cp=over_cp)
     if made.precision in MIXED:  # steps of Adam take the rounding of a small gradient for its sign
         made = replace(made, optimizer="sgd")
     made = replace(made, tiles=tiles, scaled=scaled, waits=waits, ahead=seed % 7 % 3, hosted=hosted)

@@ -121,8 +121,10 @@ class Composition:
     keep the same each, where the others share states. whole_mb: parameters of up to this size stay whole. tp: devices
     that share the work of each chunk; along its tokens too with `stream`, where `gathered` keeps what the forward
     gathers, and products are computed in `pieces`. cp: devices that share the tokens, with this `attention` in this
-    `order`. ep: of `dp` replicas so many share experts. tiles: of tokens, in which the loss is computed. overlap_states: whether
-    messages of buckets run beside compute. scaled: whether the loss is scaled, by another number in each step.
+    `order`. ep: of `dp` replicas so many share experts; hidden: the axis along which devices cut each of these, where
+    "etp" is of two of the replicas. over_cp: whether states are shared over cp, too. tiles: of tokens, in which the
+    loss is computed. overlap_states: whether messages of buckets run beside compute. scaled: whether the loss is
+    scaled, by another number in each step.
     waits: the tensors that wait on the host for their backward, "" for none, and `ahead`, how early they come back.
     hosted: the states on the host: "optim", "states" or none."""
 
@@ -169,6 +171,8 @@ class Composition:
     at: tuple[int, ...] = ()
     kernels: Literal["eager", "inductor"] = "eager"
     hosted: str = ""
+    hidden: Literal["", "tp", "cp", "etp"] = ""
+    over_cp: bool = False
 
     def __str__(self) -> str:
         shown = [
@@ -200,7 +204,8 @@ class Composition:
         if self.cp > 1:
             shown += [f"cp={self.cp}", self.attention, *[self.order] * bool(self.order)]
         shown += ["no overlap of states"] * (not self.overlap_states)
-        shown += [f"ep={self.ep}"] * (self.ep > 1)
+        shown += [f"ep={self.ep}"] * (self.ep > 1) + [f"hidden={self.hidden}"] * bool(self.hidden)
+        shown += ["states over cp"] * self.over_cp
         shown += [f"tiles={self.tiles}"] * (self.tiles > 1) + ["scaled"] * self.scaled
         shown += [self.kernels] * (self.kernels != "eager")
         shown += [f"hosted={self.hosted}"] * bool(self.hosted)
@@ -278,8 +283,11 @@ def strategy_of(c: Composition) -> Strategy:
             whole_mb=c.whole_mb,
             **level,
         )
+    etp = 2 if c.hidden == "etp" else 1
     if c.ep > 1:
-        sharing["over"] = ("dp", "ep")
+        sharing["over"] = ("dp", "ep", *["etp"] * (etp > 1))
+    if c.over_cp:
+        sharing["over"] = (*sharing.get("over", ("dp",)), "cp")
     data_parallel: tuple[Any, ...] = ()
     if c.dp > 1:
         data_parallel = (
@@ -294,8 +302,8 @@ def strategy_of(c: Composition) -> Strategy:
     tiles = (tile_loss(c.tiles),) if c.tiles > 1 else ()
     waiting += (offload(where(), tensors=c.hosted),) if c.hosted else ()
     axes = dict(dp=c.dp // c.rep, rep=c.rep) if c.rep > 1 else dict(dp=c.dp)
-    axes = dict(dp=c.dp // c.ep, ep=c.ep) if c.ep > 1 else axes
-    experts = recipes.expert_parallel() if c.ep > 1 else ()
+    axes = dict(dp=c.dp // c.ep // etp, ep=c.ep, etp=etp) if c.ep > 1 else axes
+    experts = recipes.expert_parallel(hidden=c.hidden) if c.ep > 1 else ()
     sharers = (
         *experts,
         *(
