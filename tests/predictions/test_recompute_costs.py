@@ -222,7 +222,7 @@ def test_a_profile_measures_the_policies_of_a_strategy_where_it_has_them_and_tho
     }
     assert first.selection == where(chunk=tuple(sorted(chunks["products"])))
     for policy in (first, second):
-        plan = profiling._one_replica(dropout_job(), 2, Mesh(), (policy,)).plan
+        plan = profiling._one_replica(dropout_job(), 2, Mesh(), (policy,), piper.Options()).plan
         assert {p.op.chunk for p in parts_under(plan, policy.keep)} == chunks[policy.keep]
 
 

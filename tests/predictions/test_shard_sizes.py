@@ -8,6 +8,7 @@ from functools import cache, partial
 from typing import Any
 
 import pytest
+from torch import fx
 
 import piper
 from piper import Mesh, models
@@ -94,8 +95,13 @@ def test_sums_over_devices_copy_nothing() -> None:
 
 
 def test_terms_that_are_needed_again_are_copied() -> None:
-    assert "x.clone(" in exchanges.call(collectives.all_reduce, "x", "tp")
-    assert "clone" not in exchanges.call(collectives.all_reduce_, "x", "tp")
+    graph = fx.Graph()
+    term = graph.placeholder("x")
+    copied, own = (
+        exchanges.call(graph.call_function(op, (term, "tp", 2)), "x")
+        for op in (collectives.all_reduce, collectives.all_reduce_)
+    )
+    assert "x.clone(" in copied and "clone" not in own
 
 
 @pytest.mark.long

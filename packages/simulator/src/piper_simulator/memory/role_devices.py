@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from piper_ir.fold.memory import Usage
 from piper_ir.plan.plan import Plan, RolePlan
@@ -57,7 +57,7 @@ class PeakMemory:
 
     counted: Plan
     peaks: Sequence[Usage]
-    beside: Sequence[HeldBeside]
+    beside: Sequence[HeldBeside] = field(compare=False)
     devices: RoleDevices
     used: Sequence[DeviceMemory]
 
