@@ -29,7 +29,7 @@ SELDOM = ring_faults.FAULTS.keys() | (dropless_faults.FAULTS.keys() - set(OFTEN)
 """The faults for the long suite: packages/capture/tests/test_ring_attention.py shows the same sooner, on a chunk."""
 TOGETHER = 10
 """The number of faults that one case tries."""
-QUICK = frozenset({"no_receive_wait", "omit_weight", "attribute_left"})
+QUICK = frozenset({"no_receive_wait", "narrow_reduction", "attribute_left"})
 """One fault of each kind, whose groups `make test` runs; those of jobs capture a model for nearly every fault."""
 
 
