@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from piper import cli
 from tests.helpers.titan_answers import answer, model
+from tests.planning.test_config_files import LLAMA, written
 
 DEBUG = {"__class__": "torchtitan.config.configs.DebugConfig", "deterministic": True}
 
@@ -117,3 +118,30 @@ def test_a_preset_stands_for_the_model_that_a_file_lacks(tmp_path: Path) -> None
         "--length", 2048, "--out", out,
     )  # fmt: skip
     assert done.exit_code == 0 and 'piper.offload(where(), tensors="optim")' in out.read_text()
+
+
+def test_a_file_without_a_model_is_planned_with_one(tmp_path: Path) -> None:
+    """What only a job of another system takes is refused beside other sources, and so are tokens beside its rows."""
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    text = json.dumps({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero})
+    (tmp_path / "ds.json").write_text(text)
+    config = written(tmp_path, LLAMA)
+    source = [
+        "plan",
+        f"deepspeed:{tmp_path / 'ds.json'}",
+        "--gpus",
+        2,
+        "--length",
+        64,
+        "--out",
+        tmp_path,
+    ]
+    done = piper(*source, "--model", config, "--trials", 2, "--workers", 0, "--json")
+    assert done.exit_code == 0, done.stderr
+    own, *_ = found = json.loads(done.stdout)["own"], *json.loads(done.stdout)["strategies"]
+    assert own["fits"] and "offload" in own["schedule"] and len(found) > 1
+    without, tokens = piper(*source), piper(*source, "--model", config, "--tokens-per-step", "1M")
+    assert without.exit_code == 2 and "give --model" in without.stderr
+    assert tokens.exit_code == 2 and "give rows, --global-batch" in tokens.stderr
+    other = piper("plan", "llama3-8b", "--global-batch", 8, "--model", config)
+    assert other.exit_code == 2 and "llama3-8b is no job of another system" in other.stderr

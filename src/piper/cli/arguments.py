@@ -54,15 +54,26 @@ class TuneArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanArguments:
+class ForeignJobArguments:
+    """Hold the options for a job of another system, whose file may leave its model or its devices open."""
+
+    gpus: foreign.GpusOption = None
+    sets: foreign.SetOption = None
+    model: foreign.ModelFileOption = None
+    length: flags.LengthOption = None
+    global_batch: flags.GlobalBatchOption = None
+    python: foreign.SystemPythonOption = None
+    stand_ins: foreign.StandInOption = None
+    skip_unknown: foreign.SkipUnknownOption = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanArguments(ForeignJobArguments):
     """Hold the options of `piper plan`."""
 
     source: flags.SourceArgument
     cluster: flags.ClusterNameOption = "h100x8"
-    gpus: foreign.GpusOption = None
-    length: flags.LengthOption = None
     tokens_per_step: flags.TokensPerStepOption = None
-    global_batch: flags.GlobalBatchOption = None
     tokens: flags.TokensOption = None
     price: flags.PriceOption = 0.0
     mtbf: flags.MtbfOption = None
@@ -77,19 +88,11 @@ class PlanArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportArguments:
+class ImportArguments(ForeignJobArguments):
     """Hold the options of `piper import`."""
 
     system: foreign.SystemArgument
     source: foreign.ForeignSourceArgument
-    gpus: foreign.GpusOption = None
-    sets: foreign.SetOption = None
-    model: foreign.ModelFileOption = None
-    length: flags.LengthOption = None
-    global_batch: flags.GlobalBatchOption = None
-    python: foreign.SystemPythonOption = None
-    stand_ins: foreign.StandInOption = None
-    skip_unknown: foreign.SkipUnknownOption = False
     cluster: foreign.PredictedClusterOption = None
     out: foreign.WrittenFileOption = None
     every: foreign.IgnoredOption = False

@@ -166,13 +166,12 @@ def _unsaid(path: Path, described: Described) -> JobError:
     )
 
 
-def of_system(text: str, wanted: StepSize, devices: int) -> PlanSource:
+def of_system(text: str, asked: Asked) -> PlanSource:
     """Return the source of a job of another system, such as "megatron:pretrain.sh".
 
     Raises JobError for a job that cannot be said here, with all that stops it.
     """
     system, _, source = text.partition(":")
-    asked = Asked(devices=devices, length=wanted.length, rows=wanted.rows)
     foreign = foreign_job(system, source, asked)
     described = foreign.imported.described
     name = re.sub(r"[^\w.+-]+", "_", described.name)

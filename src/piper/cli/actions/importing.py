@@ -10,7 +10,7 @@ from typing import Any
 from piper.api.captures.capturing import captured_once
 from piper.api.ground.clusters import cluster_named
 from piper.cli.actions.predicting import Target
-from piper.cli.arguments import ImportArguments
+from piper.cli.arguments import ForeignJobArguments, ImportArguments
 from piper.cli.loading import JobFile
 from piper.planning.foreign import ForeignJob, foreign_job, sizes_of
 from piper.planning.sources import job_facts
@@ -29,7 +29,7 @@ def imported(arguments: ImportArguments) -> int:
     """Print the verdicts on a job's options and its prediction, write the FILE.py, and return the exit code."""
     a = arguments
     with working(f"asking {a.system}"):
-        foreign = foreign_job(a.system, a.source, _asked(a))
+        foreign = foreign_job(a.system, a.source, asked_of(a, a.gpus))
     facts = job_facts(foreign.job)  # before a file is written: the model may be another one
     file = a.out
     if file is not None:
@@ -50,9 +50,10 @@ def imported(arguments: ImportArguments) -> int:
     return DOES_NOT_FIT if simulation is not None and not simulation.fits else 0
 
 
-def _asked(a: ImportArguments) -> Asked:
+def asked_of(a: ForeignJobArguments, devices: int | None) -> Asked:
+    """Return the user's statements about a job of another system, on so many devices."""
     return Asked(
-        devices=a.gpus,
+        devices=devices,
         sets=tuple(a.sets or ()),
         python=a.python or "",
         sizes=None if a.model is None else sizes_of(a.model),

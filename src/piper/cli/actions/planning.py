@@ -10,6 +10,7 @@ from pathlib import Path
 from piper.api.content.origin import save_origin
 from piper.api.ground.clusters import cluster_named
 from piper.api.ground.results import new_folder, save_prediction, unless_empty
+from piper.cli.actions.importing import asked_of
 from piper.cli.arguments import PlanArguments
 from piper.cli.interrupts import INTERRUPTED
 from piper.cli.loading import load_job
@@ -129,7 +130,22 @@ def _source(a: PlanArguments, devices: int) -> PlanSource:
     per_step = None if a.tokens_per_step is None else count(a.tokens_per_step, "--tokens-per-step")
     wanted = StepSize(a.length, per_step, a.global_batch)
     if is_foreign(a.source):
-        return of_system(a.source, wanted, devices)
+        if a.tokens_per_step is not None:
+            raise JobError(
+                f"--tokens-per-step: {a.source} says how large a step is; to change it give rows, --global-batch"
+            )
+        return of_system(a.source, asked_of(a, devices))
+    of_systems = {
+        "--model": a.model,
+        "--set": a.sets,
+        "--as": a.stand_ins,
+        "--python": a.python,
+        "--skip-unknown": a.skip_unknown,
+    }
+    if given := [name for name, value in of_systems.items() if value]:
+        raise JobError(
+            f"{given[0]}: {a.source} is no job of another system; those are given as SYSTEM:FILE, such as deepspeed:ds.json"
+        )
     path = Path(a.source)
     if path.suffix != ".py":
         return understand(a.source, wanted)
