@@ -83,7 +83,7 @@ def with_gib(space: StrategySpace, gib: int) -> StrategySpace:
 
 def one_device(job: piper.Job, **fixed: Any) -> Any:
     space = piper.space(job, "h100x1", **fixed)
-    return piper.tune(job, space, cluster="h100x1", trials=16, workers=0)
+    return piper.tune(job, space, cluster="h100x1", trials=8, workers=0)
 
 
 class Chosen(optuna.trial.FixedTrial):
@@ -111,7 +111,7 @@ def test_a_search_begins_with_what_is_published_and_with_each_mesh_in_little_mem
     sizes = {"tp": 1, "cp": 1, "ep": 1, "pp": 1, "rows": 1}
     states = {"zero": 3, "resident_mb": 0, "prefetch": 1, "bucket_mb": 100.0}
     usual = {"schedule": "1f1b", "sequence": True, "attention": "ring", "fold": False, "cut": False}
-    usual |= {"graded": False, "away": 0.0}
+    usual |= {"graded": False, "away": 0.0, "host": False}
     fsdp, tensor = ({**sizes, **states, **usual, "keep": "attention", "tp": tp} for tp in (1, 8))
     assert space.starts.index(fsdp) < space.starts.index(tensor), "messages of layers take time"
     assert {start.get("chunks") for start in replace(space, layers=16).starts} == {None, 4}
@@ -202,13 +202,17 @@ def test_every_call_is_written_as_it_is_meant(make: Any) -> None:
 
 
 @each_case(
-    ("layers", "length", "fixed", "used"),
-    [(4, 131_072, {"tiles": 1, "away": 0.0}, "tiles"), (24, 262_144, {"away": 0.0}, "away")],
+    ("sizes", "fixed", "used"),
+    [
+        ({"layers": 4, "length": 131_072}, {"tiles": 1, "away": 0.0}, "tiles"),
+        ({"layers": 24, "length": 262_144}, {"away": 0.0}, "away"),
+        ({"layers": 10, "length": 2048, "hidden": 90_112}, {"host": False}, "host"),
+    ],
 )
 def test_a_job_that_fits_no_other_way(
-    layers: int, length: int, fixed: dict[str, Any], used: str
+    sizes: dict[str, int], fixed: dict[str, Any], used: str
 ) -> None:
-    job = models.job(replace(LONG, layers=layers, length=length), global_batch=1)
+    job = models.job(replace(LONG, **sizes), global_batch=1)
     with pytest.raises(NothingFoundError, match="of this space fits into"):
         one_device(job, **fixed)
     study = one_device(job)

@@ -123,11 +123,15 @@ class Scale:
             whole: whether parameters and gradients are whole, and only the optimizer's states shared.
         """
         tokens = rows * self.tokens / (at["tp"] * at["cp"])
-        kept_whole = KEPT_BYTES if whole else KEPT_BYTES / max(1, sharers)
-        states = self.own(at) * (kept_whole + SHARED_BYTES / max(1, sharers))
+        states = self.states(at, sharers, whole=whole)
         kept = flying * layers * KEPT_OF_LAYER[keep] * self.width
         again = max(KEPT_OF_LAYER["all"] * self.width, CLASS_BYTES * self.classes / tiles)
         return states + tokens * (kept + again)
+
+    def states(self, at: Mapping[str, Any], sharers: int, *, whole: bool = False) -> float:
+        """Return the bytes of a device's states if `sharers` share them all, or `whole` the optimizer's alone."""
+        kept = KEPT_BYTES if whole else KEPT_BYTES / max(1, sharers)
+        return self.own(at) * (kept + SHARED_BYTES / max(1, sharers))
 
     def fits_whole(self, own: float, sharers: int) -> bool:
         """Return whether a device may keep `own` parameters and gradients whole, and share the optimizer's states."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from piper.api.captures.capturing import traced_job
 from piper.api.ground.clusters import chosen_cluster
-from piper.api.problems.scale import ROOM, SHORT, Scale
+from piper.api.problems.scale import FULL, ROOM, SHORT, Scale
 from piper_compiler import Strategy, offload, recipes, recompute, tile_loss
 from piper_ir.ground.errors import TuneError
 from piper_ir.ground.mesh import Mesh
@@ -47,7 +47,7 @@ FEWER_LATER = ("one_f_one_b", "interleaved", "zb_h1")
 AXES = ("tp", "cp", "ep", "pp")
 CHOICES = (
     *AXES, "rows", "sequence", "pieces", "attention", "fold", "cut", "schedule", "tiles", "keep", "graded", "away",
-    "zero", "resident_mb",
+    "host", "zero", "resident_mb",
 )  # fmt: skip
 """The parameters that may be fixed.
 
@@ -150,6 +150,8 @@ class StrategySpace:
             calls.append(self._shared_experts(trial, at, tokens_over))
         calls.append(self._pipeline(trial, at["pp"], self.global_batch // (replicas * rows)))
         calls += [*self._kept(trial, at, rows, calls[-1]), *self._replicated(trial, at)]
+        if self._are_large(at) and self._choice(trial, "host", (False, True)):
+            calls.append(RecipeCall("offload", {"selection": where(), "tensors": "optim"}))
         sizes = {axis: size for axis, size in at.items() if size > 1}
         return Mesh(**sizes, dp=replicas // at["ep"]), calls
 
@@ -195,6 +197,7 @@ class StrategySpace:
         if self._is_short(at, tiles=1):
             tiles = TILES if self._tiled(at) else 1
             spared = {"tiles": tiles, "graded": False, "away": float(self._is_short(at, tiles))}
+        spared["host"] = self._are_large(at)
         return {**at, "rows": self.rows[0], **rest, **spared, **states}
 
     def _roomy(self, at: Mapping[str, int]) -> dict[str, Any]:
@@ -305,6 +308,10 @@ class StrategySpace:
         """Return whether a mesh leaves little memory with the least rows, all states shared and layers made again."""
         held = self._held_bytes(at, self.rows[0], keep="inputs", flying=1.0, tiles=tiles)
         return held > SHORT * self.scale.memory_bytes
+
+    def _are_large(self, at: Mapping[str, int]) -> bool:
+        """Return whether states fill much of a device even if all that have the same parameters share them."""
+        return self.scale.states(at, self._sharing(at)) > FULL * self.scale.memory_bytes
 
     def _held_bytes(self, at: Mapping[str, int], rows: int, **how: Any) -> float:
         return self.scale.held_bytes(at, self.layers, rows, self._sharing(at), **how)
