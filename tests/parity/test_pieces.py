@@ -36,8 +36,10 @@ def layer(made: Compiled) -> dict[str, Signature]:
 
 
 def test_messages_are_beside_the_products_of_other_pieces() -> None:
-    """Of two gathers and two reduce-scatters in two pieces, the second of each gather and the first of each
-    reduce-scatter are under way during products; those of the weights' gradients are whole, and begin earlier."""
+    """The second piece of each gather, and the first of each reduce-scatter, are under way during products.
+
+    Gathers for the weights' gradients are whole, and begin earlier.
+    """
     made = in_pieces()
     steps = layer(made)
     halves = 2 * [*2 * ["all_gather"], *2 * ["reduce_scatter"]]

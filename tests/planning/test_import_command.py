@@ -121,7 +121,7 @@ def test_a_preset_stands_for_the_model_that_a_file_lacks(tmp_path: Path) -> None
 
 
 def test_a_file_without_a_model_is_planned_with_one(tmp_path: Path) -> None:
-    """What only a job of another system takes is refused beside other sources, and so are tokens beside its rows."""
+    """Options for jobs of other systems are refused beside other sources, as is a number of tokens beside its rows."""
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
     text = json.dumps({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero})
     (tmp_path / "ds.json").write_text(text)

@@ -124,7 +124,7 @@ def test_a_search_begins_with_what_is_published_and_with_each_mesh_in_little_mem
 
 
 def test_a_search_begins_with_meshes_that_keep_as_much_as_has_room() -> None:
-    """For each size of tp; with a memory in between a policy in between, and with none the one that holds least."""
+    """A large memory keeps all tensors of a layer, a small one its inputs, and one in between has a policy in between."""
     space = piper.space(llama(), CLUSTER)
 
     def kept(memory_bytes: float) -> list[set[str]]:

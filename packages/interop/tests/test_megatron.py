@@ -23,6 +23,23 @@ from piper_interop.neutral.options import row_of
 from piper_ir.ground.errors import JobError
 from tests.helpers.cases import each_case
 
+GPT = {
+    "layers": 2,
+    "width": 64,
+    "heads": 4,
+    "hidden": 256,
+    "vocab": 50_304,  # GPT-2's 50,257
+    "length": 40,
+    "activation": "gelu",
+    "gated": False,
+    "norm": "layernorm",
+    "attention_bias": "all",
+    "mlp_bias": True,
+    "positions": "learned",
+    "tied": True,
+}
+"""The sizes of a job whose options say no more than its dimensions."""
+
 
 def test_a_dense_job() -> None:
     job = described(
@@ -49,21 +66,7 @@ def test_a_dense_job() -> None:
 def test_defaults_are_those_of_megatron() -> None:
     plain = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 40 "
     job = described(base=f"{plain} --micro-batch-size 3 --merge-file merges.txt", devices=4)
-    assert dict(job.sizes.fields) == {
-        "layers": 2,
-        "width": 64,
-        "heads": 4,
-        "hidden": 256,
-        "vocab": 50_304,  # GPT-2's 50,257
-        "length": 40,
-        "activation": "gelu",
-        "gated": False,
-        "norm": "layernorm",
-        "attention_bias": "all",
-        "mlp_bias": True,
-        "positions": "learned",
-        "tied": True,
-    }
+    assert dict(job.sizes.fields) == GPT
     assert (job.global_batch, job.rows, job.compute, job.layout.zero) == (12, 3, "float32", 0)
     assert any("no dropout" in note for note in job.notes)
 
@@ -103,19 +106,8 @@ def test_an_encoder() -> None:
     encoder = {"causal": False, "head_transform": True, "head_bias": True}
     fields = described("--vocab-file bert/vocab.txt", base=base).sizes.fields
     assert dict(fields) == encoder | {
-        "layers": 2,
-        "width": 64,
-        "heads": 4,
-        "hidden": 256,
+        **GPT,
         "vocab": 30_720,  # 30,522 filled up to a multiple of 256
-        "length": 40,
-        "activation": "gelu",
-        "gated": False,
-        "norm": "layernorm",
-        "attention_bias": "all",
-        "mlp_bias": True,
-        "positions": "learned",
-        "tied": True,
         "dropout": 0.1,
         "attention": "math",
         "token_types": 2,

@@ -102,7 +102,7 @@ class Captured:
         )
 
     def _codes(self, runs: Mapping[str, Collection[Step]] | None) -> dict[str, str]:
-        """Return by variant the code that runs, in which Inductor compiles the steps `runs` if it should.
+        """Return the code of each variant, with the steps `runs` compiled by Inductor where that is asked for.
 
         Chunks of equal code that compile any step share one.
         """
