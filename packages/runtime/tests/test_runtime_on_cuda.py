@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -130,6 +131,25 @@ def test_ranks_compute_what_one_device_computes(pool: Pool, case: dict[str, Any]
     assert len(found.trace.spans) == sum(len(r.program) * len(r.ranks) for r in plan.roles)
     assert all(s.end >= s.start for s in found.trace.spans)
     assert distance(run(plan, job), plan, job) < TOLERANCE  # inline
+
+
+GRAPHED = {"one rank": dict(pp=1, masked=True, clip_norm=0.01, optimizer=adamw)} | {
+    name: CASES[name] for name in ("1f1b", "masked", "shared states")
+}
+
+
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize("case", GRAPHED.values(), ids=GRAPHED)
+def test_a_step_that_is_a_graph_computes_what_one_device_computes(
+    pool: Pool, by_nccl: bool, case: dict[str, Any]
+) -> None:
+    """Four launches, between a second step that is issued and counted and a last one that is issued and traced."""
+    if not by_nccl:
+        pytest.skip("a graph needs ranks that NCCL joins")
+    plan, job = chain(**case)
+    graphed = replace(plan, cuda_graph=True)
+    found = run(graphed, job, launcher="processes", pool=pool, steps=7, trace=True, memory=True)
+    assert distance(found, plan, job) < TOLERANCE
 
 
 @pytest.mark.usefixtures("on_cuda")

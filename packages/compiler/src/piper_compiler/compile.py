@@ -17,6 +17,7 @@ from piper_compiler.passes.order.overlap import first_to_finish, interleavings, 
 from piper_compiler.passes.order.schedule import Scheduler, overlap_seconds
 from piper_compiler.passes.program.assemble import bound_chunks, plan_of
 from piper_compiler.passes.program.complete import complete
+from piper_compiler.passes.program.cuda_graph import check_cuda_graph
 from piper_compiler.passes.program.forwards import forwards_alone, forwards_run
 from piper_compiler.passes.program.moves import check_rows_named
 from piper_compiler.passes.program.wiring import check_chunks, check_wiring
@@ -146,6 +147,8 @@ def lowered(graph: Graph, rows: int, request: CompileRequest) -> Lowered:
     programs = best.programs(freed)
     plan = plan_of(best.graph, chunks, rows, programs, request)
     check_chunks(plan)
+    if plan.cuda_graph:
+        check_cuda_graph(plan, by_row=request.training.drawn_by_row)
     plan = with_peaks(plan)
     return Lowered(best.graph, plan, lambda: best.prepared(freed))
 

@@ -32,6 +32,7 @@ class Training:
         reduce: the dtype in which gradients are summed and reduced; "" for the dtype of the update.
         scaled: whether the loss is scaled, so that a step is skipped if the norm of the gradient is not finite.
         undivided: why a step may have one microbatch on one replica only; "" if it may have any number.
+        drawn_by_row: whether random numbers are drawn by row, and not by torch's generator.
     """
 
     group_of: Mapping[str, int] = field(default_factory=dict)
@@ -46,6 +47,7 @@ class Training:
     averages: frozenset[str] | None = None
     undivided: str = ""
     scaled: bool = False
+    drawn_by_row: bool = True
 
     @property
     def normed(self) -> bool:
@@ -76,6 +78,7 @@ class Options:
         device: the kind of device that peaks of memory are for; the program is the same for all.
         kernels: "eager" runs each operation by torch; "inductor" compiles groups of pointwise operations, reductions,
             norms and losses. The plan has the memory and the kernels of the compiled groups.
+        cuda_graph: a rank captures its step up to the update as one CUDA graph, and launches that in later steps.
 
     Raises CompileError for other kernels.
     """
@@ -84,6 +87,7 @@ class Options:
     recv_ahead: int = 2
     device: DeviceType = ""
     kernels: KernelSource = "eager"
+    cuda_graph: bool = False
 
     def __post_init__(self) -> None:
         kernel_source(self.kernels)

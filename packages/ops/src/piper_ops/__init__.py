@@ -85,6 +85,7 @@ from piper_ops.pointwise.vocabulary import (
     embedding_part,
     embedding_part_dgrad,
 )
+from piper_ops.random.counter import Key, key_of, signed
 from piper_ops.random.draw_kernels import is_draw, refusal_of_draw
 from piper_ops.random.draws import DrawsOfCall, draw, drawing
 from piper_ops.rewriting.batch_norm import BATCH_NORMS, STATISTICS, BatchNorm
@@ -129,6 +130,9 @@ __all__ = [
     "tensors_in",
     "DIRECT",
     "DrawsOfCall",
+    "Key",
+    "key_of",
+    "signed",
     "draw",
     "drawing",
     "is_draw",

@@ -65,7 +65,7 @@ class Replanner:
         costs: Costs | None = None,
     ) -> None:
         self.compiled, self._job, self._fallbacks, self._costs = compiled, job, fallbacks, costs
-        self._options = Options(kernels=compiled.kernels)
+        self._options = Options(kernels=compiled.kernels, cuda_graph=compiled.plan.cuda_graph)
         self.strategy: Strategy | None = None
         self._first = compiled.strategy
         if callable(fallbacks):

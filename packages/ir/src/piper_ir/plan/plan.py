@@ -182,6 +182,7 @@ class Plan(Brief):
         experts: the axes along which each device has some experts.
         constants: as in `Program`.
         evaluates: whether it is an evaluation's: forwards alone, which change no parameter.
+        cuda_graph: whether a rank's instructions up to its update are one CUDA graph, captured once and replayed.
     """
 
     program_key: str
@@ -208,6 +209,7 @@ class Plan(Brief):
     experts: tuple[str, ...] = ()
     constants: tuple[tuple[str, str], ...] = ()
     evaluates: bool = False
+    cuda_graph: bool = False
     _kinds: TableKinds = field(init=False, repr=False, compare=False)
     _chunks: dict[str, Chunk] = field(init=False, repr=False, compare=False)
     _roles: dict[str, RolePlan] = field(init=False, repr=False, compare=False)

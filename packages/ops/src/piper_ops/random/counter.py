@@ -15,7 +15,8 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-Key = tuple[int, int]
+Key = tuple[int | Tensor, int | Tensor]
+"""The start and the increment: integers, or numbers (torch.int64) on the device whose tensors draw by them."""
 
 _ODD = 0xAAAAAAAAAAAAAAAA
 _MASK = (1 << 64) - 1
@@ -26,7 +27,7 @@ BLOCK = {"cpu": 1 << 14}
 BLOCK_ELSEWHERE = 1 << 20
 
 
-def key_of(text: str) -> Key:
+def key_of(text: str) -> tuple[int, int]:
     """Return the start and the increment that belong to a text: the halves of its BLAKE2b digest of 128 bits.
 
     The increment is made odd, and changed if its bits alternate too little, as in the paper.
@@ -37,8 +38,10 @@ def key_of(text: str) -> Key:
     return start, step if (step ^ (step >> 1)).bit_count() >= 24 else step ^ _ODD
 
 
-def signed(word: int) -> int:
-    """Return 64 bits as the integer of torch.int64 that has them."""
+def signed(word: int | Tensor) -> int | Tensor:
+    """Return 64 bits as the integer of torch.int64 that has them; numbers on a device have it already."""
+    if isinstance(word, Tensor):
+        return word
     word &= _MASK
     return word - (1 << 64) if word >> 63 else word
 

@@ -97,6 +97,7 @@ class DrawsOfCall:
         first: the first row of the microbatch in the global batch.
         whole: rows of the global batch.
         begin: is called with the text of a place before torch's own operation draws; None if numbers are counted.
+        key: returns the key of a place, with the number of its stream behind it; None to make it of seed and step.
     """
 
     draws: Sequence[DrawPlace]
@@ -105,6 +106,7 @@ class DrawsOfCall:
     first: int
     whole: int
     begin: Callable[[str], object] | None = None
+    key: Callable[[str], Key] | None = None
 
     def run(
         self,
@@ -152,8 +154,10 @@ class DrawnNumbers:
         self._drawing, self._drawn, self._part = drawing, drawn, part
 
     def _key(self, stream: int) -> Key:
-        more = f"/{stream}" if stream else ""
-        return key_of(f"{self._drawing.seed}/{self._drawing.step}/{self._drawn.place}{more}")
+        place = f"{self._drawn.place}/{stream}" if stream else self._drawn.place
+        if self._drawing.key is not None:
+            return self._drawing.key(place)
+        return key_of(f"{self._drawing.seed}/{self._drawing.step}/{place}")
 
     def _begin(self, shape: Sequence[int]) -> int | None:
         """Return the first element's index in the whole batch's tensor; None if the part is not contiguous there."""
@@ -196,7 +200,9 @@ class DrawnNumbers:
             return
         outer = len(shape) - self._inner(shape)
         run = math.prod(shape[outer:])
-        starts = self._elements(shape[:outer], device).flatten() * run
+        # The host reads the starts of long runs.
+        where = torch.device("cpu") if run >= LONG_RUN else device
+        starts = self._elements(shape[:outer], where).flatten() * run
         if run >= LONG_RUN:
             for k, start in enumerate(starts.tolist()):
                 for place, part in numbers(key, start, run, device):

@@ -173,16 +173,24 @@ class CudaStreams:
         """Make every stream start behind all work of the step before."""
         self._progress.begin()
         compute = self._streams[COMPUTE]
-        others = [stream for name, stream in self._streams.items() if name != COMPUTE]
-        for event in self._marks.last.values():
-            event.wait(compute)
-        self._start.record(compute)
-        for stream in others:
-            self._start.wait(stream)
+        self.join()
+        self.fork()
         if self._clocks:  # device times count from here, where the device is idle and the host sees the event at once
             self._zero.record(compute)
             self._zero.synchronize()
             self._zero_s = time.perf_counter()
+
+    def fork(self) -> None:
+        """Let every other stream wait for the work of compute so far."""
+        self._start.record(self._streams[COMPUTE])
+        for name, stream in self._streams.items():
+            if name != COMPUTE:
+                self._start.wait(stream)
+
+    def join(self) -> None:
+        """Let compute wait for the last instruction of every other stream, if it was issued."""
+        for event in self._marks.last.values():
+            event.wait(self._streams[COMPUTE])
 
     def synchronize(self) -> None:
         """Wait for the device, and meanwhile show its progress in the heart, so that a hang can be named."""

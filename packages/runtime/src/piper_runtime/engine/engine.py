@@ -9,6 +9,8 @@ from typing import TypeVar
 import torch
 
 from piper_ir.ground.errors import ExecutionError, PiperError
+from piper_runtime.engine.cuda_graphs import WHILE_CAPTURED, GraphedStep, LaunchedGraph
+from piper_runtime.engine.cuda_streams import CudaStreams
 from piper_runtime.engine.exchanges import Exchanges
 from piper_runtime.engine.failures import cause_of, place_of
 from piper_runtime.engine.memory import Counter
@@ -45,6 +47,9 @@ class Engine:
     With a `clock`, steps can be run as `traced`: then `spans` holds the timings of the last one, taken by it. On the
     CPU the communication of a traced step is posted as in any other, but threads watch for its end, and cost about
     30 us if one has to wake another.
+
+    With a `graph`, which needs CudaStreams, the instructions before the update are launched as that, from the third
+    step on and where the step is not observed.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class Engine:
         communicate: Communicate,
         heart: Heartbeat,
         clock: SpanRecorder | None = None,
+        graph: LaunchedGraph | None = None,
     ):
         self.spans: list[TimedSpan] = []
         self._rank, self._backend, self._heart = rank, backend, heart
@@ -64,6 +70,10 @@ class Engine:
             for e in rank.entries
         ]
         self._issues = self._bind(self._works)
+        self._graphed: GraphedStep | None = None
+        if graph is not None:
+            assert isinstance(backend, CudaStreams), "a graph is launched on a CUDA device"
+            self._graphed = GraphedStep(rank, self._works, heart, graph, backend)
         # A second binding, with a clock around every instruction, so that steps without it pay nothing.
         self._traced = (
             None
@@ -109,13 +119,20 @@ class Engine:
         with torch.no_grad():
             try:
                 self._backend.begin()
+                first, graphed = 0, self._graphed
+                if graphed is not None and graphed.takes(observed=traced or counter is not None):
+                    graphed.launch(step)
+                    first = graphed.size
+                elif counter is None:
+                    rank.begin(step)
                 if counter is not None:
                     self._counted(step, issues, counter)
                 else:
-                    rank.begin(step)
-                    for index, issue in enumerate(issues):
+                    for index, issue in enumerate(issues[first:], first):
                         heart[ISSUED] = index
                         issue()
+                if graphed is not None:
+                    graphed.wait()
                 self._backend.synchronize()
                 rank.end()
             except StreamAborted:
@@ -125,6 +142,11 @@ class Engine:
                 raise
             except Exception as e:
                 raise self._failed(max(heart[ISSUED], 0), e) from e
+
+    def close(self) -> None:
+        """Drop the graph, which holds memory and communicators."""
+        if self._graphed is not None:
+            self._graphed.drop()
 
     def _counted(self, step: int, issues: list[Thunk], counter: Counter) -> None:
         with counter.during(-1):
@@ -142,6 +164,8 @@ class Engine:
     ) -> ExecutionError:
         entry = self._rank.entries[index]
         cause, place = cause_of(self._rank, entry, error), place_of(self._rank, entry)
+        if self._graphed is not None and self._graphed.captures:
+            cause += f"; {WHILE_CAPTURED}"
         if comm is None:
             return ExecutionError(f"{place}: {cause}")
         peers = tuple(p for p in comm.peers if p != self._rank.rank)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from piper_ir.ground.errors import ExecutionError
 from piper_ir.plan.plan import COMPUTE
+from piper_runtime.engine.cuda_graphs import DeviceGraph
 from piper_runtime.engine.cuda_streams import CudaApi, CudaStreams, StagedStreams
 from piper_runtime.engine.engine import Communicate, Engine, host_clock
 from piper_runtime.engine.streams import CpuStreams, Heartbeat, StreamBackend
@@ -118,7 +119,13 @@ def connected(
     if counting := counting_ranks(rank.plan):
         rank.feed.totals.meeting = gloo.meeting(rank.plan.mesh.world, counting)
     streams = [s for s in rank.role.streams if s != COMPUTE]
-    match agreed_transport(rank.rank, rank.plan.mesh.world, rank.device, local_world, gloo):
+    chosen = agreed_transport(rank.rank, rank.plan.mesh.world, rank.device, local_world, gloo)
+    if rank.plan.cuda_graph and chosen != "nccl":
+        raise ExecutionError(
+            f"rank {rank.rank}: cuda_graph=True needs a CUDA device for each rank, joined by NCCL; this rank is on "
+            f"{rank.device} and communicates over {chosen}: leave cuda_graph out"
+        )
+    match chosen:
         case "gloo":
             gloo.connect(rank.plan)
             cpu = CpuStreams(streams, heart)
@@ -134,6 +141,7 @@ def connected(
             nccl = nccl_of(gloo, rank.device)
             nccl.connect(rank.plan)
             device = CudaStreams(rank.entries, streams, heart, CudaApi(rank.device))
+            graph = DeviceGraph(rank.device) if rank.plan.cuda_graph else None
             return device, Engine(
-                rank, device, around(nccl.bind), heart, device.clock if trace else None
+                rank, device, around(nccl.bind), heart, device.clock if trace else None, graph
             )

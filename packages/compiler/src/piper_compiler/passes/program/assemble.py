@@ -55,6 +55,7 @@ def plan_of(
         experts=tuple(axis for axis, _ in program.experts),
         constants=program.constants,
         evaluates=request.evaluates,
+        cuda_graph=options.cuda_graph,
     )
 
 

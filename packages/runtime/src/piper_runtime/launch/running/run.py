@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from piper_ir.ground.errors import JobError
+from piper_ir.ground.errors import ExecutionError, JobError
 from piper_ir.plan.plan import Plan
 from piper_ir.program.ops import Update
 from piper_runtime.data import check_data_replicas
@@ -69,6 +69,11 @@ def check_request(plan: Plan, job: Job, options: RunOptions) -> None:
         raise JobError(
             f"the plan was made for a global batch of {plan.global_batch} rows, the job has {job.global_batch}; "
             f"compile the strategy with this job"
+        )
+    if plan.cuda_graph and launcher_kind(options.launcher).open is None:
+        raise ExecutionError(
+            "Options(cuda_graph=True): the inline launcher issues the instructions of all ranks in turns; use "
+            'launcher="processes" on CUDA devices, or leave cuda_graph out'
         )
     check_clip(plan, job)
     check_data_replicas(job.batch, plan.replicas)

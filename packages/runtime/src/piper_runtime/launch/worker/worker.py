@@ -246,6 +246,7 @@ def _train(
     saves.finish(options.first + len(report.finished))
     if evaluator is not None:
         evaluator.close()
+    engine.close()
     backend.close()
     report.close(bound, engine.spans, counter)
 

@@ -175,17 +175,25 @@ def _load(part: Part, op: Load, rank: RankState) -> Thunk:
     values, feed, target = rank.store.values, rank.feed, part.writes[0]
     shape, dtype = empty_value(rank.plan, target)
 
-    def load() -> None:
+    def taken() -> torch.Tensor:
         with rank.untracked():
-            rows = feed.take(op.tensor, part.mb)
+            return feed.take(op.tensor, part.mb)
+
+    def load() -> None:
+        rows = taken()
         values[target] = torch.empty(shape, dtype=dtype).copy_(rows)
 
     def load_on_device() -> None:
-        with rank.untracked():
-            rows = feed.take(op.tensor, part.mb)
-        values[target] = upload(rows, shape, dtype, rank.device)
+        values[target] = upload(taken(), shape, dtype, rank.device)
 
-    return load if rank.device.type == "cpu" else load_on_device
+    if rank.inputs is None:
+        return load if rank.device.type == "cpu" else load_on_device
+    copied = rank.inputs.bind(shape, dtype, taken)
+
+    def load_input() -> None:
+        values[target] = copied(torch.empty(shape, dtype=dtype, device=rank.device))
+
+    return load_input
 
 
 def _fill(
@@ -208,7 +216,14 @@ def _fill(
     def fill_scaled() -> None:
         values[target] = torch.full((), number * running.value, dtype=dtype, device=device)
 
-    return fill_scaled
+    if rank.inputs is None:
+        return fill_scaled
+    copied = rank.inputs.bind((), dtype, lambda: number * running.value)
+
+    def fill_input() -> None:
+        values[target] = copied(torch.empty((), dtype=dtype, device=device))
+
+    return fill_input
 
 
 def _add(part: Part, rank: RankState) -> Thunk:
@@ -408,7 +423,9 @@ def _drawing(run: Thunk, part: Part, chunk: Chunk, rank: RankState) -> Thunk:
 
     def drawn() -> None:
         with drawing(
-            drawing_of(rank.plan, chunk, rank.draws, rank.seed, rank.step, row, rank.device),
+            drawing_of(
+                rank.plan, chunk, rank.draws, rank.seed, rank.step, row, rank.device, rank.step_key
+            ),
             opaque=chunk.opaque,
         ):
             run()

@@ -141,6 +141,11 @@ class Rank(RankState):
 
     def begin(self, step: int) -> None:
         """Start a step: drop the leftovers of the last one, and make the first receive buffers."""
+        self.prepare(step)
+        self.allocate_first()
+
+    def prepare(self, step: int) -> None:
+        """Start a step on the host: drop the leftovers of the last one."""
         self.step = step
         self.host.begin()
         with self.untracked():
@@ -151,6 +156,9 @@ class Rank(RankState):
         self.expert_tokens = {}
         for by_mb in self.scalars.values():
             by_mb.clear()
+
+    def allocate_first(self) -> None:
+        """Make the receive buffers that are there when the step begins."""
         for v in self.role.allocs_first:
             bind_alloc(v, self)()
 

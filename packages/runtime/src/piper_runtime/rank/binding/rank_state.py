@@ -17,7 +17,7 @@ from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.sizes import bind
 from piper_ir.plan.plan import Category, Plan
 from piper_ir.program.ops import Collective, Fresh, Update
-from piper_ops import ROUNDS
+from piper_ops import ROUNDS, Key, key_of
 from piper_runtime.rank.batches.feed import Feed
 from piper_runtime.rank.binding.dropped_rows import DroppedRows
 from piper_runtime.rank.binding.step_collectives import Exchange, Post, no_exchange, post_late
@@ -29,6 +29,7 @@ from piper_runtime.rank.values.device import CPU, NumberReader, numbers_of
 from piper_runtime.rank.values.host import HostMemory
 from piper_runtime.rank.values.layouts import own_parts
 from piper_runtime.rank.values.rng import Draws
+from piper_runtime.rank.values.step_inputs import StepInputs
 from piper_runtime.rank.values.store import Store
 
 
@@ -104,7 +105,7 @@ class RankState:
 
     `exchange` is set by the engine that runs the rank; `counts` says that the rank is the first of the ranks that share
     its chunks, so that its losses count. An Update calls `before_update` before it writes parameters and optimizer
-    state.
+    state. If the plan's steps are CUDA graphs, `inputs` hold the rows and numbers that the host gives a step.
     """
 
     def __init__(
@@ -117,6 +118,8 @@ class RankState:
         self.device = device
         self.numbers = numbers or numbers_of(device)
         self.host = HostMemory(device)
+        self.inputs = StepInputs(device) if plan.cuda_graph else None
+        self.step_key = self._key if plan.cuda_graph else None
         self.role = plan.role_of(rank)
         self.seed = job.seed
         self.draws = job.draws
@@ -162,6 +165,12 @@ class RankState:
             "POST": lambda *given: self.post(*given),
             "ROUNDS": {op._schema.name: function for op, function in ROUNDS.items()},
         }
+
+    def _key(self, place: str) -> Key:
+        """Return the key of a place's random numbers in the present step, where a CUDA graph reads it."""
+        assert self.inputs is not None
+        with self.untracked():
+            return self.inputs.key(place, lambda: key_of(f"{self.seed}/{self.step}/{place}"))
 
     def record(self, kind: str, mb: int, value: float) -> None:
         """Keep a microbatch's loss, weight or metric; raise NonFiniteLossError when a loss or weight is not finite."""

@@ -93,6 +93,15 @@ class LateNumbers(NumberReader):
 
         return read
 
+    @property
+    def pending(self) -> list[tuple[torch.Tensor, Use]]:
+        """Return the numbers that were read in this step so far, each with the function that gets it."""
+        return self._copied.copy()
+
+    def read_again(self, pending: list[tuple[torch.Tensor, Use]]) -> None:
+        """Note that the device reads these numbers in this step, too, as a CUDA graph does."""
+        self._copied.extend(pending)
+
     def finish(self) -> None:
         """Wait for the copies, all on the stream that is current, and hand the numbers over."""
         if self._pin:

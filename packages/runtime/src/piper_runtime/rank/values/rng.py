@@ -5,6 +5,7 @@ The rule is `piper_ops.random.draws`'; a job may ask for torch's own generator i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import Literal
 
@@ -12,19 +13,23 @@ import torch
 
 from piper_ir.plan.plan import Plan
 from piper_ir.program.program import Chunk
-from piper_ops import DrawsOfCall
+from piper_ops import DrawsOfCall, Key
 
 Draws = Literal["rows", "microbatches"]
 """The ways to draw random numbers: by row, whatever the plan, or by microbatch with torch's generator."""
 
 
 def drawing_of(
-    plan: Plan, chunk: Chunk, draws: Draws, seed: int, step: int, row: int, device: torch.device
-) -> DrawsOfCall:
-    """Return how a chunk draws for the microbatch that begins with `row` of the global batch, in a step from 0."""
+    plan: Plan, chunk: Chunk, draws: Draws, seed: int, step: int, row: int, device: torch.device,
+    key: Callable[[str], Key] | None = None,
+) -> DrawsOfCall:  # fmt: skip
+    """Return how a chunk draws for the microbatch that begins with `row` of the global batch, in a step from 0.
+
+    `key` is as in DrawsOfCall.
+    """
     whole = plan.rows * plan.microbatches * plan.replicas
     if draws == "rows":
-        return DrawsOfCall(chunk.draws, seed, step, row, whole)
+        return DrawsOfCall(chunk.draws, seed, step, row, whole, key=key)
     set_seed = generator(device).manual_seed
     return DrawsOfCall(
         chunk.draws,
