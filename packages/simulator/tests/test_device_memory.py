@@ -9,12 +9,14 @@ import pytest
 from packages.simulator.tests.test_simulation import two_devices
 from packages.simulator.tests.toys import changed
 from piper_ir.fold.memory import with_peaks
-from piper_ir.plan.plan import COMPUTE, Plan, State
+from piper_ir.plan.plan import COMPUTE, Instr, Part, Plan, State
 from piper_ir.program.costs import AllocatorCosts
+from piper_ir.program.ops import Update
 from piper_simulator import load_cluster, simulate
 from piper_simulator.cluster.named import DEVICES
 from piper_simulator.memory.device_memory import DeviceMemory, device_memory, device_type
 from piper_simulator.memory.footprint import BESIDE, LINES
+from piper_simulator.memory.software import software_buffers
 
 H100 = load_cluster("h100x8")
 GIB = 1 << 30
@@ -92,6 +94,21 @@ def test_a_memory_has_a_line_for_everything() -> None:
     assert s.summary()["memory"] == s.memory(0) and s.summary()["oom"] is None
     with pytest.raises(IndexError):
         s.memory(2)
+
+
+def test_the_pool_of_a_graph_is_held_while_the_optimizer_runs() -> None:
+    """1000 bytes of parameters, then 16 of a buffer; the update holds 12 more than what is left then, 16 + 1000."""
+    plan = heavy(1000, role=1)
+    role = plan.roles[1]
+    update = Instr(COMPUTE, (Part("u", Update((), workspace=12)),), frees_before=("v0>1@0",))
+    compute = [i for i in role.program if i.stream == COMPUTE]
+    plan = with_peaks(
+        replace(plan, roles=(plan.roles[0], replace(role, program=(*role.program, update))))
+    )
+    assert plan.roles[1].peak_bytes == 1016 and len(compute) == 1
+    graphed = replace(plan, cuda_graph=True)
+    assert software_buffers(plan, plan.roles[1], None) == 0
+    assert software_buffers(graphed, graphed.roles[1], None) == 12
 
 
 def test_whose_kernels_hold_memory() -> None:

@@ -109,6 +109,19 @@ def test_launches_and_issue_add_up_where_the_host_is_the_device() -> None:
     assert DeviceModel(CAPTURED, MACHINE, None).issue_s == 0.125
 
 
+def test_the_kernels_of_a_graph_wait_for_no_launch_and_its_instructions_share_one() -> None:
+    """Three instructions: each is issued in a third of the host's time for one."""
+    program = tuple(Instr("compute", (Part(name, Compute("c", "F")),)) for name in "abc")
+    first = replace(CAPTURED.roles[0], program=program)
+    graphed = replace(CAPTURED, roles=(first, *CAPTURED.roles[1:]), cuda_graph=True)
+    many_launches = changed(MACHINE, launch_s=100.0)
+    assert seconds(CAPTURED, Compute("c", "F"), on=many_launches) == 4 * 100.0
+    assert seconds(graphed, Compute("c", "F"), on=many_launches) == 4.0 + 6.0
+    assert DeviceModel(graphed, MACHINE, None).issue_s == 0.125 / 3
+    with pytest.raises(ClusterError, match="toy is no CUDA device"):
+        DeviceModel(graphed, changed(MACHINE, synchronous=True), None)
+
+
 def test_an_instruction_of_several_parts_takes_their_sum_and_the_least_trusted_label() -> None:
     parts = (Part("a", Compute("c", "F")), Part("b", Compute("tiny", "F")))
     costs = Costs({"c": {"F": Duration(1.0, "measured")}})

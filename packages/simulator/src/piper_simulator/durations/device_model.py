@@ -44,6 +44,7 @@ from piper_simulator.durations.instances import (
     meeting_inside,
 )
 from piper_simulator.durations.kernels import Took, guessed_rates, lacks_number, launched, step_took
+from piper_simulator.durations.launches import issue_seconds, launching_devices
 from piper_simulator.durations.provenance import Provenance
 from piper_simulator.durations.updates import Updated, update_seconds, updated
 
@@ -65,6 +66,9 @@ class DeviceModel(CostModel):
     `loads`: tokens of the fullest rank's experts over the mean, with their shares. They decide how long dropless
     experts take (`piper_simulator.durations.expert_work`): as long as under each of them, on average. A measured
     duration changes as its formula does.
+
+    Steps that are CUDA graphs (`Plan.cuda_graph`) take as `piper_simulator.durations.launches` says. A measured
+    duration stays as it is: where the host was slower than the device, it has the host's time.
     """
 
     def __init__(
@@ -77,19 +81,11 @@ class DeviceModel(CostModel):
                 f"the costs hold for {self.costs.rows} rows per microbatch; the plan has {plan.rows}: measure them "
                 f"at {plan.rows}"
             )
-        self._devices: Sequence[Device | None] = (
-            [k.device for k in cluster.kinds] if cluster is not None else (None,)
-        )
+        self._devices = launching_devices(plan, cluster)
         self._known = _known(self._devices, self.costs)
         self._provenance = Provenance(plan, cluster, self.costs)
         self._inline = cluster is not None and cluster.synchronous
-        issue = (
-            0.0
-            if cluster is None or self.given
-            else max(kind.device.host_issue_s for kind in cluster.kinds)
-        )
-        if self.costs.host is not None and not self.given:
-            issue = self.costs.host.issue_s
+        issue = 0.0 if self.given else issue_seconds(plan, cluster, self.costs)
         self.issue_s, self._inline_s = (0.0, issue) if self._inline else (issue, 0.0)
         self.uniform = not self._inline and all(part.op != "Batch" for part in self.costs.parts)
         self._traffic = PlanBytes(plan)

@@ -19,6 +19,10 @@ _KERNELS: Mapping[How, str] = {
     "scaled": f"up to {REACH:g} times outside of them, by formula times measured / formula of the nearest",
     "formula": "by formula",
 }
+GRAPHS = (
+    "steps are predicted as CUDA graphs, which no device has run yet: kernels before the update wait for no launch, "
+    "unless their durations were measured so"
+)
 NAMED = 3
 """The number of items that a sentence names before it only counts the others."""
 
@@ -125,10 +129,15 @@ class Provenance:
             *guesses,
             *self._lacking,
             *slow,
+            *self._of_graphs(),
             *self._of_machine(),
             *self._of_kernels(),
             *self._of_chunks(),
         )
+
+    def _of_graphs(self) -> list[str]:
+        """Return a sentence on steps that are CUDA graphs, if durations are computed."""
+        return [GRAPHS] if self._plan.cuda_graph and self._computed else []
 
     def _of_kernels(self) -> list[str]:
         """Return a sentence on how much of the kernels' time comes from a table, if there is one."""

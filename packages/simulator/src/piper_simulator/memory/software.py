@@ -1,11 +1,16 @@
-"""Count the buffers that a software stack holds beside a plan's tensors (`Stack.holds`, `Stack.loss_keeps`)."""
+"""Count the memory that is held beside a plan's tensors: a software stack's buffers, and the pool of a CUDA graph.
+
+The stack says which buffers it has (`Stack.holds`, `Stack.loss_keeps`). The tensors of a CUDA graph are in a pool of
+its own, as large as the peak of its instructions, which end before the update (`piper_runtime.engine.cuda_graphs`). So
+temporaries of the update come on top of that peak.
+"""
 
 from __future__ import annotations
 
 from piper_ir.fold.memory import Usage, peak, scan
 from piper_ir.ground.sizes import bind
 from piper_ir.plan.plan import Plan, RolePlan
-from piper_ir.program.ops import Compute
+from piper_ir.program.ops import Compute, Update
 from piper_simulator.cluster.stacks import Stack
 
 
@@ -16,6 +21,7 @@ class HeldBeside:
         self._plan, self._role, self._stack = plan, role, stack
         self._at_loss: dict[Compute, int] = {}
         self.always = 0 if stack is None else self._buffers(stack)
+        self._captured = _captured_peak(plan, role) if plan.cuda_graph else 0
 
     def _buffers(self, stack: Stack) -> int:
         """Return the bytes of the buffers that live through the step."""
@@ -46,10 +52,19 @@ class HeldBeside:
     def at(self, usage: Usage) -> int:
         """Return the bytes beside a moment of the role."""
         more = self.always
+        if self._captured and usage.instr >= 0:
+            more += self._unused(usage)
         if self._stack is not None and self._stack.loss_keeps and usage.instr >= 0:
             ops = [p.op for p in self._role.program[usage.instr].parts]
             more += max((self._logits(op) for op in ops if isinstance(op, Compute)), default=0)
         return more
+
+    def _unused(self, usage: Usage) -> int:
+        """Return the bytes of a graph's pool that the plan does not hold while the optimizer runs."""
+        updates = [p.op for p in self._role.program[usage.instr].parts if isinstance(p.op, Update)]
+        if not updates:
+            return 0
+        return max(0, self._captured - (usage.total - sum(op.workspace for op in updates)))
 
     def _logits(self, op: Compute) -> int:
         """Return the bytes that the stack holds beside the loss of a step; 0 for one without a loss."""
@@ -65,6 +80,14 @@ class HeldBeside:
         return self._at_loss[op]
 
 
+def _captured_peak(plan: Plan, role: RolePlan) -> int:
+    """Return the most bytes that a role holds in an instruction before its first update."""
+    program = role.program
+    ends = (k for k, i in enumerate(program) if any(isinstance(p.op, Update) for p in i.parts))
+    first = next(ends, len(program))
+    return max((usage.total for usage in scan(plan, role) if usage.instr < first), default=0)
+
+
 def fullest_moment(plan: Plan, role: RolePlan, beside: HeldBeside) -> tuple[Usage, int]:
     """Return a role's peak, and the bytes by which its fullest moment with the software's buffers is above it."""
     moments = list(scan(plan, role))
@@ -75,6 +98,7 @@ def fullest_moment(plan: Plan, role: RolePlan, beside: HeldBeside) -> tuple[Usag
 
 def software_buffers(plan: Plan, role: RolePlan, stack: Stack | None) -> int:
     """Return the bytes that a stack adds to the peak of a role: its own buffers, at the role's fullest moment."""
-    if stack is None or not (stack.holds or stack.loss_keeps):
+    buffers = stack is not None and (stack.holds or stack.loss_keeps)
+    if not buffers and not plan.cuda_graph:
         return 0
     return fullest_moment(plan, role, HeldBeside(plan, role, stack))[1]

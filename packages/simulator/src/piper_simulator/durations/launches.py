@@ -1,0 +1,42 @@
+"""Count the host's part of a step: the launches of kernels, and the issue of instructions.
+
+The steps of a CUDA graph (`Plan.cuda_graph`) are launched as one, in the time that the host takes for one instruction,
+which the instructions share here. Their kernels wait for no launch; each still takes its start (`Device.kernel_s`). The
+update is issued by the host while the device works on the graph, so its launches are hidden, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from piper_ir.ground.errors import ClusterError
+from piper_ir.plan.plan import Plan
+from piper_ir.program.costs import Costs
+from piper_simulator.cluster.cluster import Cluster
+from piper_simulator.cluster.device import Device
+
+
+def launching_devices(plan: Plan, cluster: Cluster | None) -> Sequence[Device | None]:
+    """Return the devices of a cluster by kind, with the launches that kernels of a plan wait for; None without one.
+
+    Raises ClusterError for CUDA graphs on other devices.
+    """
+    if cluster is None:
+        return (None,)
+    if plan.cuda_graph and cluster.synchronous:
+        raise ClusterError(
+            f"steps are CUDA graphs (cuda_graph=True), and {cluster.device.name} is no CUDA device; name another "
+            f"cluster, or leave cuda_graph out"
+        )
+    devices = [kind.device for kind in cluster.kinds]
+    return [replace(d, launch_s=0.0) for d in devices] if plan.cuda_graph else devices
+
+
+def issue_seconds(plan: Plan, cluster: Cluster | None, costs: Costs) -> float:
+    """Return the host seconds per instruction, which costs may have measured."""
+    known = [kind.device.host_issue_s for kind in cluster.kinds] if cluster is not None else []
+    issue = max(known, default=0.0) if costs.host is None else costs.host.issue_s
+    if plan.cuda_graph:
+        issue /= max([1, *(len(role.program) for role in plan.roles)])
+    return issue
