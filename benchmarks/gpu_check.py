@@ -9,6 +9,7 @@ python benchmarks/gpu_check.py --states       only what ranks keep: these need t
 python benchmarks/gpu_check.py --layouts      only ranks that share the work of chunks (tp, cp, ep): they need no more
 python benchmarks/gpu_check.py --kernels      only compiled steps beside eager ones and plain torch
 python benchmarks/gpu_check.py --offload      only tensors that wait on the host: they need no more
+python benchmarks/gpu_check.py --graphs       only steps that are CUDA graphs: they need no more
 
 Without a device it says so and exits 0. Exit code 1 when a check of correctness failed or could not run; an error of a
 prediction that misses its goal is a result.
@@ -34,7 +35,15 @@ if __name__ == "__main__":  # run as a file, sys.path begins with this folder an
 import torch
 
 import piper
-from benchmarks import gpu, gpu_hazards, gpu_kernels, gpu_layouts, gpu_offload, gpu_states
+from benchmarks import (
+    gpu,
+    gpu_graphs,
+    gpu_hazards,
+    gpu_kernels,
+    gpu_layouts,
+    gpu_offload,
+    gpu_states,
+)
 from benchmarks.measure import Row, machine
 from piper import models
 from piper.models import DecoderConfig
@@ -60,7 +69,7 @@ BLOCKS = {
     ),
 }  # fmt: skip
 """Blocks of the sizes of models that one device holds; embedding and head are of a middling vocabulary."""
-PROVES = ("streams", "sharded", "mixed", "layouts", "offload")
+PROVES = ("streams", "sharded", "mixed", "layouts", "offload", "graphs")
 """Sections in which a goal that is missed is a fault."""
 
 
@@ -75,6 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         ("--layouts", "ranks that share chunks"),
         ("--kernels", "compiled steps"),
         ("--offload", "tensors that wait on the host"),
+        ("--graphs", "steps that are CUDA graphs"),
     ):
         parser.add_argument(name, action="store_true", help=f"only the sections about {of}")
     options = parser.parse_args(argv)
@@ -85,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     day = here["date"].replace(":", "")[:17]
     path = options.out or Path(__file__).parent / "results" / f"gpu-check-{day}.json"
     rows, failed = checked(
-        chosen(options.states, options.layouts, options.offload, options.kernels)
+        chosen(options.states, options.layouts, options.offload, options.kernels, options.graphs)
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {"machine": here, "rows": [gpu.as_json(r) for r in rows], "failed": failed}
@@ -96,10 +106,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def chosen(
-    states: bool, layouts: bool, offload: bool = False, kernels: bool = False
+    states: bool,
+    layouts: bool,
+    offload: bool = False,
+    kernels: bool = False,
+    graphs: bool = False,
 ) -> Iterator[Callable[[], Iterable[Row]]]:
     """Yield the sections that were asked for; without a wish all."""
-    if not states and not layouts and not offload and not kernels:
+    if not any((states, layouts, offload, kernels, graphs)):
         yield from sections()
     if states:
         yield from gpu_states.sections()
@@ -109,6 +123,8 @@ def chosen(
         yield kernels_here
     if offload:
         yield from gpu_offload.sections()
+    if graphs:
+        yield from gpu_graphs.sections()
 
 
 def layouts_here() -> Iterator[Row]:
@@ -130,6 +146,7 @@ def sections() -> Iterator[Callable[[], Iterable[Row]]]:
     yield kernels_here
     yield from gpu_states.sections()
     yield from gpu_offload.sections()
+    yield from gpu_graphs.sections()
     yield lambda: gpu_states.overheads("cuda", eager_cluster())
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 import piper
-from benchmarks import gpu_check, gpu_offload, gpu_states, step_model
+from benchmarks import gpu_check, gpu_graphs, gpu_offload, gpu_states, step_model
 from benchmarks.measure import Row
 from piper import models
 
@@ -50,7 +50,7 @@ def test_a_buffer_that_is_kept_beyond_the_plan_is_seen() -> None:
 def test_every_section_of_the_check_is_listed() -> None:
     names = {"sharded", "mixed", "peaks", "saved"}
     assert {section.func.__name__ for section in gpu_states.sections()} == names
-    others = 5 + len(list(gpu_offload.sections()))
+    others = 5 + len([*gpu_offload.sections(), *gpu_graphs.sections()])
     assert len(list(gpu_check.sections())) == len(names) + others
     assert {"sharded", "mixed"} <= set(gpu_check.PROVES)
 

@@ -44,6 +44,10 @@ from tests.helpers.cases import each_case
             "Options(kernels='triton'): 'eager' and 'inductor' are accepted",
             "--kernels triton: 'eager' and 'inductor' are accepted",
         ),
+        (
+            "Options(cuda_graph=True): condition 3: leave offload out, or leave cuda_graph out",
+            "--cuda-graph: condition 3: leave offload out, or leave --cuda-graph out",
+        ),
         ('launcher="emulated" any cluster to imitate', "--emulate CLUSTER any cluster to imitate"),
     ],
 )

@@ -63,6 +63,16 @@ def test_a_dense_job() -> None:
     compile(python(job, "A job"), "FILE.py", "exec")
 
 
+def test_a_graph_of_a_whole_step_can_be_said() -> None:
+    for words_of_it in ("full_iteration", "local --cuda-graph-scope full_iteration"):
+        job = described(f"--cuda-graph-impl {words_of_it}")
+        assert job.cuda_graph and not job.notes and "NAME --cuda-graph predicts" in python(job, "x")
+    layers = described("--cuda-graph-impl local --cuda-graph-scope attn mlp")
+    assert not layers.cuda_graph and "starts one by one" in " ".join(layers.notes)
+    hosted = described("--cuda-graph-impl full_iteration --optimizer-cpu-offload")
+    assert not hosted.cuda_graph and "starts one by one" in " ".join(hosted.notes)
+
+
 def test_defaults_are_those_of_megatron() -> None:
     plain = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 40 "
     job = described(base=f"{plain} --micro-batch-size 3 --merge-file merges.txt", devices=4)

@@ -20,6 +20,7 @@ class SimulateArguments:
     versus: flags.VersusOption = None
     why: flags.WhyOption = False
     kernels: flags.KernelsOption = "eager"
+    cuda_graph: flags.CudaGraphOption = False
     cluster: flags.ClusterNameOption = "cpu-local"
     costs: flags.CostsFileOption = None
     no_contention: flags.NoContentionOption = False

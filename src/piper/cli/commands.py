@@ -31,6 +31,7 @@ from piper.cli.interrupts import INTERRUPTED
 from piper.cli.messages import user_errors
 from piper.cli.options import (
     AsJsonOption,
+    CudaGraphOption,
     FileArgument,
     KernelsOption,
     OwnRecipesArgument,
@@ -231,6 +232,7 @@ def explain(
     params: ParamsOption = None,
     strategy: StrategyFileOption = None,
     kernels: KernelsOption = "eager",
+    cuda_graph: CudaGraphOption = False,
     as_json: AsJsonOption = False,
 ) -> None:
     """Print what a strategy became: directives, roles, order, communication, memory.
@@ -245,7 +247,7 @@ def explain(
         from piper_compiler import Options, kernel_source
 
         recipe = load_file(file, pairs(params), strategy)
-        options = Options(kernels=kernel_source(kernels))
+        options = Options(kernels=kernel_source(kernels), cuda_graph=cuda_graph)
         compiled = compile(recipe.job, recipe.strategy, options=options)
         print(json.dumps(facts(compiled)) if as_json else text(compiled))
 

@@ -29,6 +29,7 @@ ARGUMENTS = (
     "objective",
     "rows",
     "kernels",
+    "cuda_graph",
 )
 """The arguments of functions whose messages reach the command line.
 
@@ -40,7 +41,7 @@ _CALL = re.compile(rf"\b(?:execute|profile|tune|Options)\(({'|'.join(ARGUMENTS)}
 _SETTINGS = "|".join(name for name in ARGUMENTS if name not in ("steps", "rows"))
 _SETTING = re.compile(rf"""\b({_SETTINGS})=(["']?)(\w[\w:.]*)\2""")
 _NAME = re.compile(
-    r"\b(memory_limit|timeout_s)\b|(?<=leave )(confirm|storage|resume)(?= out)|(?<=give )"
+    r"\b(memory_limit|timeout_s)\b|(?<=leave )(confirm|storage|resume|cuda_graph)(?= out)|(?<=give )"
     rf"({_SETTINGS})(?= of)"
 )
 
@@ -59,7 +60,8 @@ def in_flags(message: str, options: Container[str] | None = None) -> str:
             return "--resume"  # which is always the newest one
         if (name, value) == ("launcher", "emulated"):
             return "--emulate CLUSTER"
-        return f"--{parameter.replace('_', '-')} {value}".rstrip()
+        said = "" if value == "True" else value  # a flag without a value
+        return f"--{parameter.replace('_', '-')} {said}".rstrip()
 
     message = _CALL.sub(lambda m: flag(m, m[1], m[2].strip("\"'")), message)
     message = _SETTING.sub(lambda m: flag(m, m[1], m[3]), message)

@@ -76,6 +76,13 @@ KernelsOption = Annotated[
         help="inductor compiles groups of operations; the plan has their memory and kernels",
     ),
 ]
+CudaGraphOption = Annotated[
+    bool,
+    typer.Option(
+        "--cuda-graph",
+        help="a rank captures its step up to the update as one CUDA graph, and launches that in later steps",
+    ),
+]
 VersusOption = Annotated[
     list[str] | None,
     typer.Option(

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from piper_runtime.launch import Launch, Launcher, RunOptions
 
 HANDED_ON = (
-    "strategy", "steps", "kernels", "costs", "log", "timeout_s", "out", "ranges", "profiler", "checkpoint", "every", "snapshot",
-    "resume", "loader", "restarts",
+    "strategy", "steps", "kernels", "cuda_graph", "costs", "log", "timeout_s", "out", "ranges", "profiler", "checkpoint",
+    "every", "snapshot", "resume", "loader", "restarts",
 )  # fmt: skip
 """The options that command lines of `piper launch` hand on to `piper run`."""
 OF_RAY = ("on_loss", "spares")
@@ -41,6 +41,7 @@ class LaunchArguments:
     strategy: flags.StrategyFileOption = None
     steps: flags.StepsOption = None
     kernels: flags.KernelsOption = "eager"
+    cuda_graph: flags.CudaGraphOption = False
     costs: flags.CostsFileOption = None
     out: flags.OutOption = flags.RUNS
     timeout_s: flags.TimeoutOption = flags.TIMEOUT_S

@@ -12,7 +12,7 @@ from piper.sessions.training import Settings
 from piper.views.display import show
 from piper.views.emulation_table import emulation_table
 from piper.views.reporting import report_at_end
-from piper_compiler import Options, Strategy
+from piper_compiler import Strategy
 from piper_runtime import Job
 from piper_runtime.launch import Emulation, RunOptions
 from piper_simulator import Simulation, simulate
@@ -23,7 +23,7 @@ def emulated_session(
 ) -> tuple[Simulation, Emulation]:
     """Compile, simulate and emulate, and print one beside the other; with a folder, write traces and a report."""
     costs, name = settings.durations(), settings.name
-    compiled = compile(job, strategy, costs=costs, options=Options(kernels=settings.kernels))
+    compiled = compile(job, strategy, costs=costs, options=settings.options)
     device = emulated_cluster(compiled.plan, cluster)
     simulated = simulate(
         compiled.plan, device, costs=costs, contention=False

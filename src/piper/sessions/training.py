@@ -51,7 +51,7 @@ class Settings:
         name: The name of the new folder.
         log: As in `piper.execute`, and so is `on_loss`.
         fallbacks: The `strategy` of `piper.execute`.
-        kernels: As in `piper.Options`.
+        kernels: As in `piper.Options`, and so is `cuda_graph`.
     """
 
     costs: Costs | Path | None = None
@@ -62,6 +62,12 @@ class Settings:
     on_loss: Literal["restart", "replan"] = "restart"
     fallbacks: Fallbacks | None = None
     kernels: KernelSource = "eager"
+    cuda_graph: bool = False
+
+    @property
+    def options(self) -> Options:
+        """Return the options of the compiler."""
+        return Options(kernels=self.kernels, cuda_graph=self.cuda_graph)
 
     def durations(self) -> Costs | None:
         """Return the costs, from their file if they are one."""
@@ -113,7 +119,7 @@ def session(
     fallbacks = settings.fallbacks if settings.on_loss == "replan" else None
     check_on_loss(settings.on_loss, fallbacks, options)
     with working("compiling"):
-        compiled = compile(job, strategy, costs=costs, options=Options(kernels=settings.kernels))
+        compiled = compile(job, strategy, costs=costs, options=settings.options)
     check_request(compiled.plan, job, options)
     begin = first_step(options)
     folder = settings.new_folder()  # made before hours of training, not after

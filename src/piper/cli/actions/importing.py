@@ -100,8 +100,9 @@ def _layout(foreign: ForeignJob) -> str:
 
 def _predicted(foreign: ForeignJob, cluster: str) -> Simulation:
     """Return the simulation on a cluster; raise ClusterError for one with another number of devices."""
-    target = Target(cluster, None)
-    devices, wanted = target.cluster.devices, foreign.imported.described.layout.devices
+    described = foreign.imported.described
+    target = Target(cluster, None, cuda_graph=described.cuda_graph)
+    devices, wanted = target.cluster.devices, described.layout.devices
     if devices != wanted:
         raise ClusterError(
             f"--cluster {cluster} has {devices} devices, and the job is for {wanted}; give such a cluster"

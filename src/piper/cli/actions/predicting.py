@@ -63,7 +63,7 @@ class Target:
         file: A file of measured costs.
         contention: Whether instructions that run at the same time share links, SMs and memory.
         load: Of experts, as in `simulate`.
-        kernels: As in `piper.Options`.
+        kernels: As in `piper.Options`, and so is `cuda_graph`.
     """
 
     name: str
@@ -71,6 +71,7 @@ class Target:
     contention: bool = True
     load: GivenLoad | None = None
     kernels: KernelSource = "eager"
+    cuda_graph: bool = False
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -91,14 +92,16 @@ class Target:
             job_file.job,
             job_file.strategy,
             costs=self.costs,
-            options=Options(device=device_type(self.cluster), kernels=self.kernels),
+            options=Options(
+                device=device_type(self.cluster), kernels=self.kernels, cuda_graph=self.cuda_graph
+            ),
         )
 
 
 def asked_target(a: SimulateArguments) -> Target:
     """Return where and how the options of `piper simulate` say to simulate."""
     load, kernels = load_named(a.load), kernel_source(a.kernels)
-    return Target(a.cluster, a.costs, not a.no_contention, load, kernels)
+    return Target(a.cluster, a.costs, not a.no_contention, load, kernels, a.cuda_graph)
 
 
 def load_named(text: str | None) -> GivenLoad | None:

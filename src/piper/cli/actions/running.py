@@ -78,6 +78,7 @@ def _settings(arguments: RunArguments, job_file: JobFile) -> Settings:
         on_loss=cast(Literal["restart", "replan"], a.on_loss),
         fallbacks=job_file.function,
         kernels=kernel_source(a.kernels),
+        cuda_graph=a.cuda_graph,
     )
 
 

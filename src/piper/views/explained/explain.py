@@ -9,7 +9,7 @@ from piper.api.compiling.batch_statistics import statistics_note
 from piper.api.compiling.compiling import Compiled, advancing_notice
 from piper.api.compiling.evaluating import evaluation_notice
 from piper.views.explained.exchanges import exchanges
-from piper.views.explained.kernels import backward_graphs
+from piper.views.explained.kernels import backward_graphs, launched_as_graphs
 from piper.views.explained.layouts import index_facts, layouts
 from piper.views.explained.recompute import recomputation
 from piper.views.explained.sharing import sharing
@@ -41,6 +41,7 @@ def explain(compiled: Compiled) -> str:
         _order(compiled),
         _split_backwards(compiled),
         backward_graphs(compiled),
+        launched_as_graphs(compiled.plan),
         _tiles(compiled),
         recomputation(compiled.plan),
         sharing(compiled.plan, compiled.graph.replication),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from piper.api.compiling.compiling import Compiled
-from piper_ir.plan.plan import Plan
-from piper_ir.program.ops import HANDS_ON, Compute, Step
+from piper_ir.plan.plan import Plan, RolePlan
+from piper_ir.program.ops import HANDS_ON, Compute, Step, Update
 from piper_ir.program.program import Chunk
 
 
@@ -30,6 +30,26 @@ def backward_graphs(compiled: Compiled) -> str:
             *(f"  it is steps for {n} chunks: {reason}" for reason, n in reasons.items()),
         ]
     )
+
+
+def launched_as_graphs(plan: Plan) -> str:
+    """Return how many instructions a rank launches as one CUDA graph; "" where the host issues all."""
+    if not plan.cuda_graph:
+        return ""
+    captured = ", ".join(
+        f"{r.role or 'the rank'} {_before_update(r)} of {len(r.program)}" for r in plan.roles
+    )
+    return (
+        "CUDA graph: a rank captures its instructions before the update, and launches them as one from its third step "
+        f"on: {captured}"
+    )
+
+
+def _before_update(role: RolePlan) -> int:
+    updates = (
+        k for k, i in enumerate(role.program) if any(isinstance(p.op, Update) for p in i.parts)
+    )
+    return next(updates, len(role.program))
 
 
 def _steps_run(plan: Plan) -> dict[str, set[Step]]:

@@ -17,7 +17,7 @@ from piper_interop.megatron.sizes import length, makers_of, policy_of, sizes
 from piper_interop.megatron.stages import boundaries
 from piper_interop.megatron.table import TABLE
 from piper_interop.megatron.table_model import beside, exchanged, mixture, parts_again
-from piper_interop.megatron.table_strategy import sharded
+from piper_interop.megatron.table_strategy import sharded, whole_graph
 from piper_interop.neutral.described import (
     DeviceLayout,
     ExpertAxes,
@@ -116,6 +116,7 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         clip_norm=foreign["clip-grad"] or None,
         lr=foreign.get("lr", 3e-4),
         stack="megatron",
+        cuda_graph=whole_graph(foreign),
         notes=notes(foreign, asked),
         origins={part: _origin(foreign, names) for part, names in PARTS.items()},
     )

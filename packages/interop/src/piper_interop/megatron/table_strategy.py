@@ -26,12 +26,25 @@ from piper_interop.neutral.options import (
     Unsupported,
 )
 
+ON_HOST = (
+    "cpu-offloading-num-layers", "optimizer-cpu-offload", "fine-grained-activation-offloading",
+)  # fmt: skip
+"""The options that keep something in the memory of the host."""
 _BF16 = "taken as bfloat16: predicted too slow, too much memory"
 
 
 def sharded(foreign: Foreign) -> bool:
     """Return whether states are sharded by Megatron's or torch's FSDP."""
     return bool(foreign["use-megatron-fsdp"] or foreign["use-torch-fsdp2"])
+
+
+def whole_graph(foreign: Foreign) -> bool:
+    """Return whether forward and backward of a step are one CUDA graph, which can be said here."""
+    impl, scope = foreign.get("cuda-graph-impl", "none"), foreign.get("cuda-graph-scope") or ()
+    scopes = [scope] if isinstance(scope, str) else scope
+    whole = impl != "none" and "full_iteration" in (impl, *scopes)
+    dropless = mixture(foreign) and foreign.get("moe-expert-capacity-factor") is None
+    return whole and not dropless and not any(foreign.get(name) for name in ON_HOST)
 
 
 def replicated(foreign: Foreign) -> bool:
@@ -361,7 +374,15 @@ STRATEGY: OptionTable = {
     "high-priority-*": Ignored("clusters say how messages and compute share a device"),
     "enable-cuda-graph": Nearest("kernels that the host starts one by one", SLOW),
     "external-cuda-graph": Nearest("kernels that the host starts one by one", SLOW),
-    "cuda-graph-impl": Nearest("kernels that the host starts one by one", SLOW, unless=("none", None)),
+    "cuda-graph-impl": (
+        Nearest(
+            "kernels that the host starts one by one",
+            SLOW,
+            unless=("none", None),
+            when=lambda f: not whole_graph(f),
+        ),
+        Mapped("Options(cuda_graph=True)"),
+    ),
     "cuda-graph-*": Ignored("a part of --cuda-graph-impl"),
     "optimizer-cuda-graph": Nearest("kernels that the host starts one by one", SLOW),
     "deterministic-mode": Nearest("kernels that need not add in a fixed order", FAST),

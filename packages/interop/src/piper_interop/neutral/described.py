@@ -284,6 +284,7 @@ class JobDescription:
         lr: the learning rate.
         parameters: the count that the system itself says; None if it says none.
         stack: the kernels, as clusters name them: "eager", "inductor" or "megatron"; "" if the job does not say it.
+        cuda_graph: whether forward and backward of a step are one CUDA graph: `piper.Options(cuda_graph=True)`.
         notes: stand-ins and nearest forms, which every prediction of the job must name.
         origins: the options that lines of a FILE.py come from, by the names of ORIGINS; no part of the description.
     """
@@ -302,6 +303,7 @@ class JobDescription:
     lr: float = 3e-4
     parameters: int | None = None
     stack: str = ""
+    cuda_graph: bool = False
     notes: tuple[str, ...] = ()
     offload: OffloadedTensors | None = None
     optim_on_host: float = 0.0

@@ -30,7 +30,8 @@ def python(described: JobDescription, title: str) -> str:
     head = [
         *wrap(f'"""{title}, written by `piper import`.', COLUMNS),
         "",
-        "piper simulate FILE.py --cluster NAME predicts it; piper plan FILE.py searches for a faster strategy.",
+        f"piper simulate FILE.py --cluster NAME{' --cuda-graph' if described.cuda_graph else ''} predicts it; "
+        "piper plan FILE.py searches for a faster strategy.",
         '"""',
         "",
         *(["import warnings", ""] if notes else []),
