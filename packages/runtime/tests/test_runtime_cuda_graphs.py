@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -34,6 +35,8 @@ from piper_runtime.rank.job.job import materialize
 from piper_runtime.rank.job.loss_scale import LossScale
 from piper_runtime.rank.optimizers.optimizer_groups import optimizer_spec
 from piper_runtime.rank.values.device import CPU, LateNumbers
+from piper_runtime.transport.gloo import GlooCommunicators
+from piper_runtime.transport.transport import connected
 
 STEPS = 6
 
@@ -261,7 +264,10 @@ def test_a_capture_leaves_compute_and_comes_back_to_it() -> None:
 
 def test_without_a_device_such_a_plan_is_refused() -> None:
     plan, job = chain(pp=1)
-    graphed = replace(plan, cuda_graph=True)
-    for launcher in ("inline", "processes"):
-        with pytest.raises(ExecutionError, match=r"cuda_graph=True.*leave cuda_graph out"):
-            execute(graphed, CODE, job, steps=1, launcher=launcher)
+    graphed, state = replace(plan, cuda_graph=True), materialize(job)
+    with pytest.raises(ExecutionError, match=r"cuda_graph=True.*leave cuda_graph out"):
+        execute(graphed, CODE, job, steps=1, launcher="inline")
+    rank = Rank(graphed, 0, CODE, rank_job(job), state.params, state.buffers)
+    gloo = GlooCommunicators(dist.HashStore(), 0)
+    with pytest.raises(ExecutionError, match="cuda_graph=True needs a CUDA device"):
+        connected(rank, gloo, array("q", [0] * 16), local_world=1, trace=False)

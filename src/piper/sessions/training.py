@@ -175,6 +175,8 @@ def _evaluation_text(job: Job, compiled: Compiled, evaluation: Compiled) -> str:
         max(role.peak_bytes for role in c.plan.roles) for c in (evaluation, compiled)
     )
     beside, count = "below" if most <= of_training else "ABOVE", job.evaluated.eval_batches
+    if compiled.plan.cuda_graph:  # whose pool is held meanwhile
+        beside = "beside"
     batches = f"{count} {'batch' if count == 1 else 'batches'} of {job.global_batch} rows"
     return (
         f"evaluation every {job.eval_every} steps: {batches}, at most {size_text(most)} of a device, {beside} the "
