@@ -347,8 +347,11 @@ def test_print_launch_prints_lines_and_runs_nothing(recipe: Path, tmp_path: Path
     result = piper("run", recipe, "--print-launch", "--steps", 5)
     assert result.exit_code == 0
     given = ["--out", tmp_path / "o", "--log", "wandb", "--ranges", "--costs", "c.json"]
-    more = piper("run", recipe, "--print-launch", *given).output
-    assert f"{recipe} --costs c.json --log wandb --out {tmp_path / 'o'} --ranges --launcher" in more
+    more = piper("run", recipe, "--print-launch", "--cuda-graph", *given).output
+    assert (
+        f"{recipe} --cuda-graph --costs c.json --log wandb --out {tmp_path / 'o'} --ranges --launcher"
+        in more
+    )
     assert not (tmp_path / "o").exists()
     start = "torchrun --standalone --nproc-per-node 2"
     assert f"{start} -m piper run {recipe} --steps 5 --launcher processes\n" in result.output
@@ -364,6 +367,13 @@ def test_print_launch_prints_lines_and_runs_nothing(recipe: Path, tmp_path: Path
         piper("run", recipe, "--print-launch", "--address", "h:1", "--emulate", "h100x8"),
         "leave out --address and --emulate",
     )
+
+
+def test_steps_are_cuda_graphs_on_cuda_devices_only(recipe: Path) -> None:
+    assert "launches them as one" in piper("explain", recipe, "--cuda-graph").output
+    predicted = piper("simulate", recipe, "--cuda-graph", "--cluster", "h100x8")
+    assert predicted.exit_code == 0 and "predicted as CUDA graphs" in predicted.output
+    fails(piper("simulate", recipe, "--cuda-graph"), "(--cuda-graph)", "leave --cuda-graph out")
 
 
 def test_launch_prints_what_print_launch_does(recipe: Path) -> None:
