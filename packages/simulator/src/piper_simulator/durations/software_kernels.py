@@ -74,7 +74,7 @@ def _as_counted(stack: Stack, kernel: Kernel, step: Step) -> Kernel | None:
 
 
 def _sum_of_product(add: Kernel) -> Kernel:
-    """Return what a product that adds its result to a sum moves beside a product that does not.
+    """Return the bytes, as a kernel, that a product moves beside its own if it adds its result to a sum.
 
     The kernel `add` reads and writes the sum and reads a gradient of 16 bit, which the other product has written.
     """
