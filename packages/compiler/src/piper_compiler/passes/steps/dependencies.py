@@ -20,7 +20,17 @@ from piper_ir.graph.graph import At, Graph, Node
 from piper_ir.graph.graph_parts import Replication, common
 from piper_ir.ground.errors import CompileError
 from piper_ir.ground.node_ids import compute_id, send_id
-from piper_ir.program.ops import COMM, Collective, Compute, Fold, Recv, Send, SquaredNorm, Update
+from piper_ir.program.ops import (
+    COMM,
+    Cast,
+    Collective,
+    Compute,
+    Fold,
+    Recv,
+    Send,
+    SquaredNorm,
+    Update,
+)
 from piper_ir.program.program import Program
 
 Fact = TypeVar("Fact")
@@ -317,9 +327,11 @@ class _StateEdges:
             match node.op:
                 case Collective(bucket=bucket) if bucket and node.op.law.state == "param":
                     self.gathers[bucket, node.role] = i
-                case Collective(bucket=bucket) | Fold(bucket=bucket) if bucket:
+                case Collective(bucket=bucket) | Cast(bucket=bucket) | Fold(bucket=bucket) if (
+                    bucket
+                ):
                     self.before[i] = self.complete.get((bucket, node.role), [])
-                    if bucket in alone and isinstance(node.op, Collective):
+                    if bucket in alone and isinstance(node.op, Collective | Cast):
                         self.before[i] = [*self.before[i], *computes.get(node.role, ())]
                     self.complete[bucket, node.role] = [i]
             if not isinstance(node.op, (*COMM, Update)):
