@@ -19,6 +19,7 @@ from piper_ir.plan.plan import COMPUTE, Instr, Part
 from piper_ir.program.ops import (
     COMM,
     Add,
+    Cast,
     Collective,
     Compute,
     Fold,
@@ -342,6 +343,20 @@ def _no_fold(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     return lambda: [values.pop(v) for v in dead]
 
 
+def _kept_after_cast(part: Part, rank: RankState, bind: BindPart) -> Thunk:
+    run = bind(part, rank)
+    if not isinstance(part.op, Cast) or part.reads:
+        return run
+    kept = rank.store.flat_grads[part.op.bucket]
+
+    def cast() -> None:
+        before = kept.clone()
+        run()
+        kept.copy_(before)
+
+    return cast
+
+
 def _dirty_buffer(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     run = bind(part, rank)
     if not isinstance(part.op, Fresh):
@@ -368,6 +383,9 @@ def _stale_gather(part: Part, rank: RankState, bind: BindOperand) -> Operand:
 FAULTS: dict[str, Fault] = {
     "skip_fold": Fault(
         "the sum of shared gradients is not added to what a rank keeps", part=_no_fold
+    ),
+    "kept_after_cast": Fault(
+        "the sum over ranks is added to the gradients that were cast for it", part=_kept_after_cast
     ),
     "dirty_buffer": Fault(
         "a buffer for shared gradients does not start from zero", part=_dirty_buffer
