@@ -145,7 +145,7 @@ class Scheduler:
             elif done == len(waiting) or not self._force(dirty):
                 break
         if done < len(waiting):
-            raise cycle_error(self.graph, self.deps, {i for i, n in enumerate(waiting) if n})
+            raise cycle_error(self.graph, self.deps, set(range(len(waiting))) - {*self.sequence})
         return self.sequence
 
     def _end(self, over: list[int], waiting: list[int], dirty: set[int], now: float) -> None:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from piper_compiler.directives.split import split_all
 from piper_compiler.passes.program.buckets import make_buckets
 from piper_compiler.passes.program.moves import check_exchanges, exchange
-from piper_compiler.passes.program.reductions import reduce, share
+from piper_compiler.passes.program.reductions import order_messages, reduce, share
 from piper_compiler.request import Training
 from piper_ir.graph.graph import Editor, Graph, Node
 from piper_ir.graph.graph_parts import on_role
@@ -62,6 +62,7 @@ def complete(graph: Graph, training: Training) -> Graph:
         update = Update(bucket_ids, bool(total), training.clip, held, training.scaled, hosted)
         edit.add(Node(f"update#{role}", update, {"phase": "U", "op": "update"}, reads, (), role))
     _order_buffers(edit)
+    order_messages(edit)
     return edit.done()
 
 

@@ -1,8 +1,16 @@
-"""Add the collectives on the states of buckets that ranks hold together: all-gathers, reduce-scatters, all-reduces."""
+"""Add the collectives on the states of buckets that ranks hold together: all-gathers, reduce-scatters, all-reduces.
+
+`order_messages` puts them into the orders that name them.
+"""
 
 from __future__ import annotations
 
-from piper_ir.graph.graph import Coord, Editor, Node
+from collections.abc import Iterable
+from itertools import product
+
+from piper_ir.graph.graph import At, Coord, Editor, Node
+from piper_ir.graph.graph_parts import MessageOrder, OrderEnd
+from piper_ir.ground.errors import CompileError
 from piper_ir.ground.sizes import TensorSpec
 from piper_ir.plan.plan import Bucket
 from piper_ir.program.ops import Cast, Collective, Fold
@@ -65,6 +73,49 @@ def _reduce_cast(edit: Editor, bucket: Bucket, role: str, number: int) -> None:
         _on_bucket(edit, name, bucket, role, channel, (read,), (value,))
     coords = _coords("U", "fold", bucket)
     edit.add(Node(f"fold.reduce.{bucket.id}#{role}", Fold(bucket.id), coords, (value,), (), role))
+
+
+def order_messages(edit: Editor) -> None:
+    """Add the edges of orders that name gathers or reductions; raise CompileError where there are none."""
+    for one in edit.message_orders:
+        role = one.role or next(iter(edit.roles))
+        for pair in product(_ends(edit, role, one, one.before), _ends(edit, role, one, one.after)):
+            if pair[0] != pair[1]:
+                edit.order_edges.setdefault(pair, one.applied)
+    edit.message_orders.clear()
+
+
+_MESSAGES = {"gather": ("gather",), "reduce": ("scatter", "reduce")}
+"""The names of nodes in `_ON_BUCKETS` that an order's word stands for."""
+
+
+def _ends(edit: Editor, role: str, order: MessageOrder, end: OrderEnd) -> Iterable[At]:
+    """Return the nodes of an end of an order."""
+    if not end.chunks:
+        return [(end.id, end.mb)]
+    chunks = edit.graph.program.chunks
+    params = {i.ref for c in chunks if c.id in end.chunks for i in c.inputs if i.kind == "param"}
+    buckets = [b for b in edit.buckets.values() if params.intersection(b.params)]
+    for bucket in buckets:
+        windows = bucket.lent if end.id == "gather" else bool(bucket.shard.grads)
+        if windows:
+            what, by = ("gathered", "prefetch") if end.id == "gather" else ("reduced", "reduced_mb")
+            raise _refused(
+                edit, order, f"{bucket.params[0]!r} is {what} for its uses, as {by} says"
+            )
+    nodes = [f"{name}.{b.id}#{role}" for b in buckets for name in _MESSAGES[end.id]]
+    found = [(id, -1) for id in nodes if id in edit.families]
+    if not found:
+        what = "no parameters are gathered" if end.id == "gather" else "no gradients are reduced"
+        raise _refused(edit, order, f"{what} for {', '.join(end.chunks[:4])} on {role}")
+    return found
+
+
+def _refused(edit: Editor, order: MessageOrder, reason: str) -> CompileError:
+    return CompileError(
+        f"{edit.graph.log[order.applied]}: {reason}; an order names messages that are made once in a step: gathers of "
+        f"zero=1 and of whole_mb, reductions of zero=0 and 1. Leave them out of it [order condition 7]"
+    )
 
 
 def _coords(phase: str, op: str, bucket: Bucket) -> dict[str, Coord]:

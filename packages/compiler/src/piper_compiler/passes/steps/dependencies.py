@@ -377,13 +377,19 @@ MOST_WAITS = 3
 
 def cycle_error(graph: Graph, deps: Dependencies, stuck: set[int]) -> CompileError:
     """Return the error for nodes that can never start: one cycle among them, with the directive of each order edge."""
-    at = min(stuck)
+    after = deps.target[np.isin(deps.source, int_array(stuck))]
+    waiting: list[int] = np.unique(after).tolist()
+    at = waiting[0]
     path: list[int] = []
     seen: dict[int, int] = {}
     while at not in seen:
         seen[at] = len(path)
         path.append(at)
-        at = next(j for j in deps.source[deps.target == at].tolist() if j in stuck)
+        sources: list[int] = deps.source[deps.target == at].tolist()
+        before = next((j for j in sources if j in stuck), None)
+        # a collective that waits for nothing waits for another of its members
+        op = deps.node(at).op
+        at = next(j for j in waiting if deps.node(j).op == op) if before is None else before
     cycle = [*path[seen[at] :], at]
     waits: list[str] = []
     directives: dict[int, int] = {}
@@ -423,6 +429,8 @@ def _reason_of_span(graph: Graph, deps: Dependencies, later: int) -> str:
 def _reason(a: Node, b: Node) -> str:
     if isinstance(b.op, Recv):
         return "it receives what that sends"
+    if a.op == b.op and isinstance(b.op, Collective):
+        return "the two are one message"
     return (
         "it needs its result"
         if set(a.writes) & set(b.reads)
