@@ -384,9 +384,6 @@ FAULTS: dict[str, Fault] = {
     "skip_fold": Fault(
         "the sum of shared gradients is not added to what a rank keeps", part=_no_fold
     ),
-    "kept_after_cast": Fault(
-        "the sum over ranks is added to the gradients that were cast for it", part=_kept_after_cast
-    ),
     "dirty_buffer": Fault(
         "a buffer for shared gradients does not start from zero", part=_dirty_buffer
     ),
@@ -432,5 +429,8 @@ FAULTS: dict[str, Fault] = {
     "free_early": Fault("a value is freed before its last reader", part=_free_early),
     "free_twice": Fault("a value is freed twice", part=_free_twice),
     **DRAWS,
+    "kept_after_cast": Fault(
+        "the sum over ranks is added to the gradients that were cast for it", part=_kept_after_cast
+    ),
 }
 """Name -> fault."""
