@@ -260,6 +260,7 @@ def trained_job(
         averages_of(source, captured),
         undivided(captured),
         dtypes.scaling is not None,
+        dtypes.accumulate or "",
         source.draws == "rows",
     )
     return Trained(captured, spec, training, request)
