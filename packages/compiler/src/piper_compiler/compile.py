@@ -51,7 +51,9 @@ __all__ = [
     "apply_directives",
     "compile_program",
     "compiled",
+    "completed",
     "depends_on_costs",
+    "lowered",
     "with_fixed_stages",
 ]
 
@@ -102,6 +104,12 @@ def compile_program(
 def compiled(request: CompileRequest) -> Lowered:
     """Run the passes, from a program and a strategy to a plan."""
     with no_garbage_collection():
+        return lowered(*completed(request), request)
+
+
+def completed(request: CompileRequest) -> tuple[Graph, int]:
+    """Run the passes up to a complete graph; return it, and the rows of a microbatch on a rank."""
+    with no_garbage_collection():
         graph = directed(request, request.program)
         parts = graph.microbatches or 1
         rows = rows_per_microbatch(parts, graph.replicas, request.global_batch)
@@ -117,7 +125,7 @@ def compiled(request: CompileRequest) -> Lowered:
                 graph = directed(request, exact)
         graph = complete(graph, request.training)
         check_wiring(graph)
-        return lowered(forwards_alone(graph) if request.evaluates else graph, rows, request)
+        return forwards_alone(graph) if request.evaluates else graph, rows
 
 
 def directed(request: CompileRequest, program: Program) -> Graph:
