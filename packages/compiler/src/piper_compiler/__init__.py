@@ -17,6 +17,7 @@ from piper_compiler.compile import (
     completed,
     depends_on_costs,
     lowered,
+    rows_told,
     split_mesh,
     with_fixed_stages,
 )
@@ -86,6 +87,7 @@ __all__ = [
     "recipes",
     "offload",
     "recompute",
+    "rows_told",
     "replicate",
     "shard",
     "save_strategy",

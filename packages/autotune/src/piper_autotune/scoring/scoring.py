@@ -13,6 +13,7 @@ from functools import partial
 from typing import Literal
 
 from piper_autotune.space.problem import TuningProblem, Variants, Wanted, wanted_by
+from piper_autotune.space.sketch import wanted_for_graph
 from piper_compiler import (
     CompileRequest,
     Lowered,
@@ -124,7 +125,7 @@ class _Compiling:
 
     def request(self) -> CompileRequest:
         of = self.problem
-        wanted = wanted_by(self.strategy, of.program)
+        wanted = wanted_for_graph(of, self.strategy)
         program = self._program(wanted) if wanted.special else of.program
         return CompileRequest(
             program,
