@@ -58,8 +58,8 @@ def measured(name: str) -> dict[str, object]:
         "seconds": [b - a for a, b in pairwise(clock)],
         "step": simulation.period_s,
         "rate": tokens / simulation.period_s / compiled.plan.mesh.world,
-        "peak": max(simulation.peak_bytes) / 2**30,
-        "last": simulation.peak_bytes[-1] / 2**30,
+        "peak": max(simulation.held_bytes) / 2**30,
+        "last": simulation.held_bytes[-1] / 2**30,
         "device": max(simulation.device_bytes) / 2**30,
         "fits": simulation.fits,
     }

@@ -66,9 +66,9 @@ def test_a_dense_job() -> None:
 def test_defaults_are_those_of_megatron() -> None:
     plain = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 40 "
     job = described(base=f"{plain} --micro-batch-size 3 --merge-file merges.txt", devices=4)
-    assert dict(job.sizes.fields) == GPT
+    assert dict(job.sizes.fields) == GPT | {"dropout": 0.1, "attention_dropout": 0.0}
     assert (job.global_batch, job.rows, job.compute, job.layout.zero) == (12, 3, "float32", 0)
-    assert any("no dropout" in note for note in job.notes)
+    assert any("no dropout of attention" in note for note in job.notes)
 
 
 @each_case(
@@ -87,7 +87,7 @@ def test_defaults_are_those_of_megatron() -> None:
         ("--window-size 15,0 --window-attn-skip-freq 4", {"window": 16, "window_every": 4}),
         ("--window-size (15,0) --window-attn-skip-freq ([1]*3+[0])*2", {"window": 16, "window_every": 4}),
         ("--attention-backend unfused", {"attention": "math", "dropout": None}),
-        ("--attention-backend unfused --hidden-dropout 0.1", {"attention": "math", "dropout": 0.1}),
+        ("--attention-backend unfused --hidden-dropout 0.1", {"dropout": 0.1, "attention_dropout": 0.0}),
         ("--attention-backend unfused --recompute-granularity selective", {"attention": "math"}),
         ("--softmax-type learnable", {"attention": "math", "sinks": True}),
         ("--padded-vocab-size 1111", {"vocab": 1111}),

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from piper_ir.program.program import Kernel
+from piper_ir.ground.sizes import bind
+from piper_ir.program.program import Kernel, Step
 from piper_simulator import STACKS
 from piper_simulator.durations.software_kernels import run_kernels
 
@@ -19,6 +20,25 @@ def test_an_operator_moves_as_much_as_the_stack_says(factor: float, sizes: list[
     stack = replace(STACKS["eager"], passes={"clone": factor})
     assert [k.bytes for k in run_kernels(stack, [COPY, ADD], "F")] == sizes
     assert [k.bytes for k in run_kernels(STACKS["eager"], [COPY, ADD], "F")] == [1000, 1000]
+
+
+PRODUCT = Kernel("matmul", (64, 32, 16), "bfloat16", 65_536, 7_168, count=2, op="mm")
+ATTENTION = Kernel("attention", (2, 4, 64, 64, 8), "bfloat16", 0, 0, op="attention")
+NORM = Kernel("norm", (), "bfloat16", 0, 6_000, op="layer_norm")
+
+
+def test_results_are_filled_before_they_are_written() -> None:
+    """Of a product 64 x 32 elements, of attention 4,096 of each tensor, of a norm a half or a third of its bytes."""
+    stack = replace(STACKS["eager"], fills=("matmul", "attention", "norm"))
+
+    def filled(step: Step) -> list[tuple[int, int]]:
+        found = run_kernels(stack, [PRODUCT, ATTENTION, NORM, COPY], step)
+        return [(bind(k.bytes, 0), k.count) for k in found if k.op == "fill"]
+
+    assert filled("F") == [(4_096, 2), (8_192, 1), (3_000, 1)]
+    assert filled("I") == [(4_096, 2), (24_576, 1), (2_000, 1)]
+    assert filled("W") == [(4_096, 2), (24_576, 1)]
+    assert not [k for k in run_kernels(STACKS["eager"], [PRODUCT], "F") if k.op == "fill"]
 
 
 def test_a_factor_of_one_step_leaves_the_others() -> None:

@@ -37,7 +37,8 @@ class Heads(nn.Module):
     def __init__(self, config: DecoderFields) -> None:
         super().__init__()
         self.heads, self.written = config.heads, config.attention == "math"
-        self.dropout = float(config.dropout)
+        share = config.attention_dropout
+        self.dropout = float(config.dropout if share is None else share)
         self.core = NamedFunction(self.attend)
         if config.sinks:
             self.sinks = nn.Parameter(torch.empty(config.heads).normal_(std=0.02))

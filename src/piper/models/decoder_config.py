@@ -182,8 +182,9 @@ class DecoderFields:
         sinks: Whether each head has a score that is learned and takes a part of the attention (GPT-OSS).
         logit_cap: Logits are bounded by it, as logit_cap x tanh(logits / logit_cap) (Gemma 2); None bounds none.
         tied: Whether embedding and head are one parameter.
-        dropout: The share of attention's probabilities, of the output that each part adds to the tokens, and of the
-            embedding that is set to 0. With it, "fused" is written out as well, in float32.
+        dropout: The share of the output that each part adds to the tokens, and of the embedding, that is set to 0.
+        attention_dropout: The share of attention's probabilities that is set to 0; None is as much as `dropout`. With
+            it, "fused" is written out as well, in float32.
         causal: Whether a token attends to itself and the tokens before it alone. With False it attends to all tokens of
             its row: an encoder (BERT, arXiv 1810.04805), whose job is to find tokens that are masked.
         token_types: Kinds of tokens, each with a vector that is added to the embedding of its tokens (BERT: 2, for two
@@ -234,6 +235,7 @@ class DecoderFields:
     logit_cap: float | None = None
     tied: bool = False
     dropout: float = 0.0
+    attention_dropout: float | None = None
     causal: bool = True
     token_types: int = 0
     head_transform: bool = False
@@ -310,10 +312,14 @@ class DecoderFields:
         return _source(self)
 
     def _check_numbers(self) -> None:
-        if not isinstance(self.dropout, float | int) or not 0 <= self.dropout < 1:
-            raise JobError(
-                f"DecoderConfig(dropout={self.dropout!r}): a share of at least 0 and below 1 is needed"
-            )
+        for name in ("dropout", "attention_dropout"):
+            share = getattr(self, name)
+            if share is None and name == "attention_dropout":
+                continue
+            if not isinstance(share, float | int) or not 0 <= share < 1:
+                raise JobError(
+                    f"DecoderConfig({name}={share!r}): a share of at least 0 and below 1 is needed"
+                )
         for name in ("theta", "eps"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, float | int) or not value > 0:

@@ -9,6 +9,8 @@ none is about a row.
     dtype = fp16         bfloat16, which has as many bytes; of a gpt attention written out with dropout 0.1
                          (Megatron-LM's arguments of 2021 to 2023: --attention-dropout and --hidden-dropout are 0.1,
                          --use-flash-attn is off)
+    source has           a gpt with dropout 0.1 outside of attention's kernel
+      test_cases/gpt
     vocab                rounded up to a multiple of 128 x tp in Megatron (--make-vocab-size-divisible-by)
     zero                 states sharded over dp x cp, by layers for 3 (FSDP wraps blocks)
     recompute = full     layers keep their inputs
@@ -68,6 +70,8 @@ MICRO_BATCHES, CHUNKS = (1, 2, 4, 8, 16), (2, 3, 4, 6, 8)
 """The values that are plausible for an open `micro_batch` and an open `vpp` of an interleaved schedule."""
 LATENT = models.Latent(q_rank=1_536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
 """The latent attention of DeepSeek-V2 and V3 (arXiv 2405.04434, section 3.1.2), which others took over."""
+GOLDEN = "functional_tests/test_cases/gpt"
+"""The tests of Megatron-LM whose models leave --hidden-dropout at 0.1, its default."""
 MODEL_WORDS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("latent attention", {"latent": LATENT, "kv_heads": None}),
     ("ALiBi", {"positions": "none"}),  # FlashAttention's kernel adds the bias to the scores
@@ -253,6 +257,9 @@ def model_of(published: PublishedRow) -> tuple[models.DecoderConfig, tuple[str, 
         if written:
             fields["dropout"] = 0.1
             notes.append("float16 is computed as bfloat16, which has as many bytes")
+        elif GOLDEN in published.source:
+            fields |= {"dropout": 0.1, "attention_dropout": 0.0}
+            notes.append("attention's kernel draws no dropout")
     if published.experts is not None:
         hidden = published.expert_ffn or fields["hidden"]
         fields["dense_layers"] = published.dense_layers

@@ -90,7 +90,8 @@ def _attention(fields: dict[str, Any], options: WrittenOptions) -> None:
     options.add("attention-backend", "unfused" if written and not fields["sinks"] else None)
     options.add("softmax-type", "learnable" if fields["sinks"] else None)
     options.add("hidden-dropout", fields["dropout"])
-    options.add("attention-dropout", fields["dropout"])
+    share = fields["attention_dropout"]
+    options.add("attention-dropout", fields["dropout"] if share is None else share)
     options.add("qk-layernorm", fields["qk_norm"] or latent is not None)
     if fields["window"] is not None:
         options.add("window-size", f"{fields['window'] - 1},0")

@@ -25,7 +25,7 @@ from piper_ir.program.ops import BESIDE, WITHIN
 DEFAULTS: dict[str, Any] = {
     "kv_heads": None, "head_dim": None, "activation": "silu", "gated": True, "norm": "rmsnorm", "eps": 1e-5,
     "attention_bias": "none", "mlp_bias": False, "positions": "rotary", "theta": 500_000.0, "rotary_part": 1.0,
-    "qk_norm": False, "window": None, "window_every": 1, "sinks": False, "tied": False, "dropout": 0.0,
+    "qk_norm": False, "window": None, "window_every": 1, "sinks": False, "tied": False, "dropout": 0.0, "attention_dropout": None,
     "attention": "fused", "latent": None, "experts": None, "dense_layers": 0, "mtp": 0, "mtp_weight": 0.3,
     "head_bias": False, "causal": True, "token_types": 0, "head_transform": False, "pooled_classes": 0,
 }  # fmt: skip
@@ -55,7 +55,8 @@ def sizes(foreign: Foreign) -> ModelSizes:
             "norm": foreign["normalization"].lower(),
             "eps": foreign["norm-epsilon"],
             "tied": not foreign["untie-embeddings-and-output-weights"],
-            "dropout": foreign["hidden-dropout"] if written_out(foreign) else 0.0,
+            "dropout": foreign["hidden-dropout"],
+            "attention_dropout": _of_probabilities(foreign),
             "experts": experts(foreign) if mixture(foreign) else None,
             "dense_layers": dense_layers(foreign) if mixture(foreign) else 0,
             "mtp": further(foreign),
@@ -66,6 +67,12 @@ def sizes(foreign: Foreign) -> ModelSizes:
     return ModelSizes(
         fields | {name: more[name] for name in DEFAULTS if more[name] != DEFAULTS[name]}
     )
+
+
+def _of_probabilities(foreign: Foreign) -> float | None:
+    """Return the dropout of attention's probabilities, None if it is as elsewhere."""
+    share: float = foreign["attention-dropout"] if written_out(foreign) else 0.0
+    return None if share == foreign["hidden-dropout"] else share
 
 
 def encoder_fields(*, encoded: bool, binary: bool) -> dict[str, Any]:

@@ -77,10 +77,6 @@ def _not_clamped(foreign: Foreign) -> bool:
     return not mixture(foreign) or clamp(foreign) is None
 
 
-def _differ(foreign: Foreign) -> bool:
-    return bool(foreign["attention-dropout"] != foreign["hidden-dropout"])
-
-
 _OF_DECODERS = Unsupported(
     "a part of decoders in an encoder (BERT)",
     "leave it out with --set",
@@ -199,23 +195,15 @@ MODEL: OptionTable = {
     ),
     "window-size": (_OF_DECODERS, Mapped("window")),
     "window-attn-skip-freq": Mapped("window_every"),
-    "hidden-dropout": (
+    "hidden-dropout": Mapped("dropout"),
+    "attention-dropout": (
         Nearest(
-            "no dropout, since fused attention has it in all parts or none",
-            f"{FAST}, {LESS}, by two masks of a layer",
+            "no dropout of attention's probabilities, which a fused kernel draws again backward",
+            f"{FAST}, by what the kernel draws",
             unless=(0.0,),
             when=lambda foreign: not written_out(foreign),
         ),
-        Mapped("dropout"),
-    ),
-    "attention-dropout": (
-        Nearest(
-            "as much dropout as elsewhere",
-            "as fast within the masks",
-            when=lambda foreign: written_out(foreign) and _differ(foreign),
-            unless=(),
-        ),
-        Mapped("dropout"),
+        Mapped("attention_dropout"),
     ),
     "attention-backend": Mapped("attention: fused, or written out"),
     "use-flash-attn": Mapped("attention: fused"),

@@ -364,7 +364,7 @@ STRATEGY: OptionTable = {
     "cuda-graph-impl": Nearest("kernels that the host starts one by one", SLOW, unless=("none", None)),
     "cuda-graph-*": Ignored("a part of --cuda-graph-impl"),
     "optimizer-cuda-graph": Nearest("kernels that the host starts one by one", SLOW),
-    "deterministic-mode": Nearest("kernels that need not add in a fixed order", FAST),
+    "deterministic-mode": Nearest("kernels as without it, but for the stack hopper-megatron-deterministic", FAST),
     "batch-invariant-mode": Nearest("kernels that may depend on the batch", FAST),
     "batch-invariant-backend": Ignored("a part of --batch-invariant-mode"),
     "train-sync-interval": Nearest("steps without a wait for the device", FAST, unless=(None, 0)),

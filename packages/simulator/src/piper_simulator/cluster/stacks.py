@@ -33,6 +33,8 @@ from piper_simulator.cluster.constants import CONSTANTS, StackConstant, read_con
 
 KINDS = ("matmul", "attention", "norm", "elementwise", "embedding", "loss", "other")
 GENERATIONS = ("ampere", "hopper", "blackwell")
+FILLED = ("matmul", "attention", "norm")
+"""The kinds of kernels whose results a stack may fill, see `Stack.fills`."""
 HELD = ("layer gradients", "head gradient")
 """The buffers that a stack may hold beside a plan's, see `Stack.holds`."""
 
@@ -69,6 +71,7 @@ class Stack:
         remakes: operators whose results the backward's kernels make again, so that they are not saved.
         passes: operator, or one of a step ("W.add") -> the bytes that its kernels move, over the ones that the plan
             counts; 0 where there are none.
+        fills: kinds of kernels whose results are filled with NaN before they are written.
         loss_bytes: bytes read and written per logit by a cross-entropy, forward and backward; () as `lowering` says.
         loss_keeps: bytes per logit that are held at the loss beside the tensors of the plan.
         tile_s: seconds in which a wave of tiles of a matrix product starts and ends.
@@ -101,6 +104,7 @@ class Stack:
     passes: Annotated[Mapping[str, NotNegative], mapping(NOT_NEGATIVE)] = field(
         default_factory=dict
     )
+    fills: Annotated[tuple[str, ...], list_of(one_of(*FILLED))] = ()
     loss_bytes: Annotated[tuple[float, ...], list_of(NOT_NEGATIVE)] = ()
     loss_keeps: NotNegative = 0.0
     tile_s: NotNegative = 0.0

@@ -14,12 +14,15 @@ A plan has a kernel for each operator of the model. Software joins them, or adds
     passes                   an operator, or one of a step ("W.add"), moves more or fewer bytes than the plan counts;
                              none, if its factor is 0
     loss_bytes               a cross-entropy moves so many bytes per logit
+    fills                    the results of such kernels are written twice: with deterministic algorithms torch fills
+                             uninitialized memory of at::empty (torch.utils.deterministic.fill_uninitialized_memory)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from math import prod
 
 from piper_ir.ground.sizes import bind
 from piper_ir.program.program import Kernel, Step
@@ -46,6 +49,8 @@ def run_kernels(stack: Stack, kernels: Sequence[Kernel], step: Step) -> Sequence
         kernels = [k for k in counted if k is not None]
     if stack.runs == "fused":
         kernels = list(_fused(stack, kernels))
+    if stack.fills:
+        kernels = [k for one in kernels for k in (*_fill(stack, one, step), one)]
     return kernels
 
 
@@ -59,6 +64,27 @@ def _as_counted(stack: Stack, kernel: Kernel, step: Step) -> Kernel | None:
     if factor is None:
         return kernel
     return replace(kernel, bytes=round(bind(kernel.bytes, 0) * factor)) if factor else None
+
+
+def _fill(stack: Stack, kernel: Kernel, step: Step) -> Iterator[Kernel]:
+    """Yield the kernel that fills the results of another one, if the stack does that.
+
+    Of attention these are as large as the queries forward, and backward as the gradients of queries, keys and values.
+    A norm reads one tensor and writes one, and backward reads two; the gradients of its weights are small.
+    """
+    if kernel.kind not in stack.fills or (kernel.kind == "norm" and step == "W"):
+        return
+    backward = step not in ("F", "R")
+    item = 4 if kernel.dtype == "float32" else 2
+    if kernel.kind == "norm":
+        nbytes = bind(kernel.bytes, 0) // (3 if backward else 2)
+    elif kernel.kind == "matmul":
+        *outer, _ = (bind(d, 0) for d in kernel.dims)
+        nbytes = item * prod(outer)
+    else:
+        rows, heads, queries, keys, width = (bind(d, 0) for d in kernel.dims)
+        nbytes = item * rows * heads * width * (queries + 2 * keys if backward else queries)
+    yield Kernel("elementwise", (), kernel.dtype, 0, nbytes, kernel.count, op="fill")
 
 
 def _residual_adds(kernels: Sequence[Kernel]) -> Iterator[Kernel]:
