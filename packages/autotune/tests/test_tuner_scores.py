@@ -156,10 +156,12 @@ def test_buckets_of_two_sizes_that_make_the_same_plan_are_lowered_once(
         lowerings.append(graph)
         return lowered(graph, rows, request)
 
-    def scored(bucket_mb: float, zero: int = 1, **more: object) -> object:
+    def scored(
+        bucket_mb: float, zero: int = 1, known: dict[object, Scored | Refused] | None = None
+    ) -> object:
         shared = recipes.data_parallel(zero=zero, bucket_mb=bucket_mb)
         made = Strategy(Mesh(pp=2, dp=2), [*recipes.gpipe(pp=2, microbatches=2), *shared])
-        return score(of, made, {Wanted(1): None}, **more)  # type: ignore[arg-type]
+        return score(of, made, {Wanted(1): None}, known=known)
 
     of = replace(problem(), global_batch=4)
     known: dict[object, Scored | Refused] = {}
