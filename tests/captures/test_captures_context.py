@@ -216,7 +216,7 @@ def test_a_capture_that_does_not_hold_at_some_rows_is_not_used_again(
     piper.compile(trained, ONE)
     (kept,) = capturing._CAPTURES.values()
 
-    def refused(captured: object, rows: int) -> None:
+    def refused(captured: object, rows: int, kernels: str) -> None:
         raise CaptureError("other rows")
 
     with monkeypatch.context() as patch, pytest.raises(CaptureError, match="other rows"):

@@ -2,10 +2,10 @@
 
 `python -m tests.faults.mutants` prints the table. A compiler fault changes a finished plan: plan_faults.py,
 update_faults.py, schedule_faults.py, sharding_faults.py, recompute_faults.py, layout_faults.py, expert_faults.py,
-host_faults.py, feature_faults.py (peaks are computed after it). A runtime fault is one of runtime_faults.py, a job fault
-one of job_faults.py, sharer_faults.py, expert_faults.py, dropless_faults.py, backward_faults.py, loss_faults.py or
-state_faults.py. Each is tried on the cases below until `verify` or the parity suite objects. The exit code is 1 if a
-fault survives.
+host_faults.py, feature_faults.py, message_faults.py (peaks are computed after it). A runtime fault is one of
+runtime_faults.py, a job fault one of job_faults.py, sharer_faults.py, expert_faults.py, dropless_faults.py,
+backward_faults.py, loss_faults.py, precision_faults.py or state_faults.py. Each is tried on the cases below until
+`verify` or the parity suite objects. The exit code is 1 if a fault survives.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from tests.faults.host_faults import HOSTS
 from tests.faults.job_faults import JOBS, JobFault
 from tests.faults.layout_faults import LAYOUTS
 from tests.faults.loss_faults import LOSSES, TILES
+from tests.faults.message_faults import ALONE, CASTS, MESHES, ROWS
 from tests.faults.plan_faults import COMPILER, Change
+from tests.faults.precision_faults import FLOAT8
 from tests.faults.recompute_faults import RECOMPUTE
 from tests.faults.schedule_faults import SCHEDULE
 from tests.faults.sharding_faults import SHARDING
@@ -76,6 +78,9 @@ CASES: tuple[Composition, ...] = (
     Composition("gpt", 2, 2, 2, "1f1b", optimizer="adamw", bucket_mb=0.002, zero=3, hosted="states"),
     Composition("gpt", 1, 2, 2, optimizer="adamw", clip=0.05, zero=3, whole_mb=0.0015, overlap_states=False, bucket_mb=0.002),
     Composition("gpt", 3, 1, 4, "1f1b", at=(1, 1)),
+    Composition("gpt", 2, 2, 2, "1f1b", optimizer="adamw", clip=0.05, zero=1, bucket_mb=0.001, precision="narrow messages"),
+    Composition("gpt", 1, 4, 2, optimizer="adamw", clip=0.05, zero=3, rep=2, bucket_mb=0.001, precision="narrow messages"),
+    Composition("gpt", 2, 2, 2, "1f1b", bucket_mb=0.002, zero=3, overlap_states=False, axes=("pp", "dp")),
 )  # fmt: skip
 """Tied weights and many buckets on both axes; uneven weights; values that skip stages; groups, clipping and a schedule;
 dropout; buffers; a stage on two devices; split backwards with two chunks on a device, reduced and alone; a batch
@@ -85,7 +90,9 @@ backwards; mixed precision; devices that share chunks: with their tokens, as sta
 devices, with dropout, with uneven weights; devices that share tokens, with keys that go around in a ring; devices that
 share experts, each with rows of its own; such a mixture without a capacity, whose tokens all go to one device; a scaled loss;
 tensors that wait on the host; experts that replicas, or devices along tp, cut; states over cp; states on the host, the
-optimizer's and all; small parameters that stay whole, with messages that compute waits for; a stage without layers.
+optimizer's and all; small parameters that stay whole, with messages that compute waits for; a stage without layers;
+gradients that are reduced in a narrower dtype than that of their sums, with states shared and in part kept by replicas;
+shared states without overlap, on a mesh whose stages are neighbours.
 """
 
 
@@ -201,7 +208,7 @@ MUTANTS: tuple[Mutant, ...] = (
         Mutant(f.__name__, "compiler", (f.__doc__ or "").strip().splitlines()[0], f)
         for f in (
             *(*COMPILER, *UPDATES, *SCHEDULE, *SHARDING, *RECOMPUTE, *LAYOUTS, *EXPERT_PLANS),
-            *(*HOSTS, *FEATURES),
+            *(*HOSTS, *FEATURES, *CASTS, *ALONE, *MESHES),
         )
     ),
     *(Mutant(name, "runtime", fault.about) for name, fault in faults.FAULTS.items()),
@@ -209,7 +216,7 @@ MUTANTS: tuple[Mutant, ...] = (
         Mutant(f.__name__, "job", (f.__doc__ or "").strip().splitlines()[0], run=f)
         for f in (
             *(*JOBS, *SHARERS, *EXPERT_RUNS, *DROPLESS, *BACKWARDS, *LOSSES, *STATES),
-            *(*TILES, *PIECES),
+            *(*TILES, *PIECES, *FLOAT8, *ROWS),
         )
     ),
 )

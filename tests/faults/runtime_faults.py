@@ -19,6 +19,7 @@ from piper_ir.plan.plan import COMPUTE, Instr, Part
 from piper_ir.program.ops import (
     COMM,
     Add,
+    Cast,
     Collective,
     Compute,
     Fold,
@@ -342,6 +343,20 @@ def _no_fold(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     return lambda: [values.pop(v) for v in dead]
 
 
+def _kept_after_cast(part: Part, rank: RankState, bind: BindPart) -> Thunk:
+    run = bind(part, rank)
+    if not isinstance(part.op, Cast) or part.reads:
+        return run
+    kept = rank.store.flat_grads[part.op.bucket]
+
+    def cast() -> None:
+        before = kept.clone()
+        run()
+        kept.copy_(before)
+
+    return cast
+
+
 def _dirty_buffer(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     run = bind(part, rank)
     if not isinstance(part.op, Fresh):
@@ -414,5 +429,8 @@ FAULTS: dict[str, Fault] = {
     "free_early": Fault("a value is freed before its last reader", part=_free_early),
     "free_twice": Fault("a value is freed twice", part=_free_twice),
     **DRAWS,
+    "kept_after_cast": Fault(
+        "the sum over ranks is added to the gradients that were cast for it", part=_kept_after_cast
+    ),
 }
 """Name -> fault."""

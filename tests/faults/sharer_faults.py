@@ -102,7 +102,7 @@ def next_place_in_code(c: Composition) -> Judged | None:
 
 
 @contextmanager
-def _exchanging(change: Callable[..., torch.Tensor]) -> Iterator[None]:
+def exchanging(change: Callable[..., torch.Tensor]) -> Iterator[None]:
     """Let `change` see each collective inside of steps: its number within the work, kind, axis and tensor, and the
     right one."""
     right, seen = Fiber.exchange, WeakKeyDictionary[Fiber, int]()
@@ -117,7 +117,7 @@ def _exchanging(change: Callable[..., torch.Tensor]) -> Iterator[None]:
 
 def sum_left_out(c: Composition) -> Judged | None:
     """A sum over sharers is left out: each goes on with its own term."""
-    with _exchanging(
+    with exchanging(
         lambda n, kind, axis, x, right: x.clone() if kind == "all_reduce" and n == 1 else right(x)
     ):
         return _judged(c) if c.tp > 1 and not c.stream else None
@@ -138,7 +138,7 @@ def keys_not_summed(c: Composition) -> Judged | None:
 
 def block_of_the_next(c: Composition) -> Judged | None:
     """A reduce-scatter gives each device the block of the next one."""
-    with _exchanging(
+    with exchanging(
         lambda n, kind, axis, x, right: right(x.roll(1, 0) if kind == "reduce_scatter" else x)
     ):
         return _judged(c) if c.stream else None
@@ -146,7 +146,7 @@ def block_of_the_next(c: Composition) -> Judged | None:
 
 def gathered_in_another_order(c: Composition) -> Judged | None:
     """A gather stacks what devices have in the wrong order."""
-    with _exchanging(
+    with exchanging(
         lambda n, kind, axis, x, right: right(x).flip(0) if kind == "all_gather" else right(x)
     ):
         return _judged(c) if c.stream else None

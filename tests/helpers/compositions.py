@@ -96,6 +96,7 @@ MIXED = {
     "mixed": Precision(params="float64", compute="float32"),
     "bfloat16 mixed": Precision(params="float32", compute="bfloat16"),
     "narrow sums": Precision(params="float64", compute="float32", reduce="float32"),
+    "narrow messages": Precision(params="float64", reduce="float32", accumulate="float64"),
 }
 """Precisions of several dtypes, by the name that a composition gives them. The first has the casts of the second, where
 they can be compared."""
@@ -126,7 +127,7 @@ class Composition:
     loss is computed. overlap_states: whether messages of buckets run beside compute. scaled: whether the loss is
     scaled, by another number in each step.
     waits: the tensors that wait on the host for their backward, "" for none, and `ahead`, how early they come back.
-    hosted: the states on the host: "optim", "states" or none."""
+    hosted: the states on the host: "optim", "states" or none. axes: the order of the mesh's axes."""
 
     model: str
     pp: int = 1
@@ -173,6 +174,7 @@ class Composition:
     hosted: str = ""
     hidden: Literal["", "tp", "cp", "etp"] = ""
     over_cp: bool = False
+    axes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         shown = [
@@ -317,7 +319,7 @@ def strategy_of(c: Composition) -> Strategy:
             shard(where(), over="cp", index="tokens", attention=c.attention, order=c.order),
         )
     return Strategy(
-        Mesh(pp=c.pp, tp=c.tp, cp=c.cp, **axes),
+        Mesh(pp=c.pp, tp=c.tp, cp=c.cp, order=c.axes, **axes),
         (sharers, tiles, _pipeline(c, program), data_parallel, again, waiting),
     )
 

@@ -25,7 +25,7 @@ from piper_ir.plan.plan import Plan
 from piper_ir.program.layout import DimPart
 from piper_ir.verify import verify
 from piper_ops import grouped_mm, route, unroute
-from piper_simulator import simulate
+from piper_simulator import repeated_share, simulate
 from tests.helpers import expert_loops, families, parity
 from tests.helpers.cases import each_case
 from tests.helpers.decoders import DECODERS
@@ -85,6 +85,7 @@ def folded() -> Plan:
 
 def test_each_device_has_other_experts_along_both_axes() -> None:
     plan = folded()
+    assert repeated_share(plan) < 0.01, "each device computes the rows of tokens of its own"
     params = {p.name: p for p in plan.params}
     assert params["layers.0.up"].layout == (DimPart("ep", 0), DimPart("tp", 0))
     assert params["layers.0.up"].spec.shape[0] == EXPERTS // 4 and not params["layers.0.up"].summed

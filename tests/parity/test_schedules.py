@@ -50,6 +50,23 @@ def test_sends_in_an_order_of_their_own() -> None:
     parity.assert_parity(found, compositions.expected(c))
 
 
+def test_gathers_and_reductions_in_an_order_of_their_own() -> None:
+    """The last layers are gathered first, and gradients are reduced behind the backward, the first layers' last."""
+    c = Composition("gpt", 1, 2, 3, zero=1, bucket_mb=0.002)
+    gathers = [where(op="gather", layer=k) for k in (1, 0)]
+    reductions = [where(op="reduce", layer=k) for k in (1, 0)]
+    pieces = (
+        *recipes.one_f_one_b(pp=1, microbatches=3),
+        *recipes.data_parallel(zero=1, bucket_mb=c.bucket_mb),
+        order(*gathers),
+        order(where(phase="B"), *reductions),
+    )
+    made = piper.compile(compositions.job_of(c), piper.Strategy(piper.Mesh(dp=2), pieces))
+    found = piper.execute(made, steps=parity.STEPS, launcher="inline", gradients=True)
+    assert not lies(made.plan, found.memory)
+    parity.assert_parity(found, compositions.expected(c))
+
+
 @pytest.mark.long
 @given(
     st.sampled_from(sorted(compositions.PIPELINES)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -192,7 +193,10 @@ def test_a_profile_ships_the_code_of_variants_beside_that_of_other_rows() -> Non
     target = piper.compile(
         job, Strategy(Mesh(pp=2), (*PIPELINES["1f1b"](), piper.recompute(where())))
     )
-    singles = [profiling._one_replica(job, rows, Mesh(), ()) for rows in (1, target.plan.rows)]
+    alone = partial(
+        profiling._one_replica, job, mesh=Mesh(), directives=(), options=piper.Options()
+    )
+    singles = [alone(rows) for rows in (1, target.plan.rows)]
     requests = profiling._requests(target, singles, [], [], 1)
     for request in requests.values():
         assert request.code[target.plan.rows].keys() == {

@@ -148,7 +148,7 @@ def test_an_order_may_name_sends() -> None:
     [
         (
             lambda: order(where(op="recv", mb=1), where(op="recv", mb=0)),
-            r"recv\.stage0.*: an order names sends alone.* write op=\"send\" \[order condition 6\]",
+            r"recv\.stage0.*: an order names no receives.* write op=\"send\" \[order condition 6\]",
         ),
         (
             lambda: order(where(mb=1), overlap(where(op="send", mb=0), where(stage=0, mb=0))),

@@ -371,6 +371,7 @@ def jobs(draw: st.DrawFn) -> JobDescription:
         params=params,
         compute=compute,
         reduce=draw(st.sampled_from(["float32", "bfloat16"])),
+        accumulate=draw(st.sampled_from(["", "float16"])),
         clip_norm=draw(st.sampled_from([None, 1.0, 0.5])),
         lr=draw(st.sampled_from([3e-4, 1e-5])),
         stack=draw(st.sampled_from(["eager", "inductor"])),

@@ -48,6 +48,16 @@ def test_a_scaled_loss_comes_back(scale: tuple[tuple[str, float], ...], reduce: 
     assert replace(back(job), notes=()) == job
 
 
+@each_case(
+    ("zero", "reduce", "accumulate"), [(2, "bfloat16", "float32"), (3, "float32", "bfloat16")]
+)
+def test_sums_and_messages_of_gradients_apart_come_back_with_fsdp(
+    zero: int, reduce: str, accumulate: str
+) -> None:
+    job = replace(job_with(DeviceLayout(dp=2, zero=zero)), reduce=reduce, accumulate=accumulate)
+    assert replace(back(job), notes=()) == job
+
+
 @st.composite
 def layouts(draw: st.DrawFn) -> DeviceLayout:
     """Draw a layout that Megatron can say, for eight layers."""
@@ -174,6 +184,7 @@ def test_layers_for_further_tokens_come_back(parts: str) -> None:
         (DeviceLayout(cp=3), {}, "a multiple of 6 tokens"),
         (DeviceLayout(dp=2), {"params": "bfloat16"}, "nearest is params='float32'"),
         (DeviceLayout(dp=2), {"compute": "float32", "reduce": "bfloat16"}, "nearest is reduce='float32'"),
+        (DeviceLayout(dp=2), {"reduce": "bfloat16", "accumulate": "float32"}, "the nearest is one dtype for both"),
         (DeviceLayout(dp=2), {"recompute": (Recomputation("products"),)}, 'one recompute with keep="inputs"'),
         (DeviceLayout(dp=2), {"recompute": (Recomputation("inputs@*.attention.core"),)}, "modules of --recompute-modules"),
         (DeviceLayout(dp=2), {"recompute": (Recomputation("inputs", layers=(3, 4)),)}, "the first layers of each stage"),

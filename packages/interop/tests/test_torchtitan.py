@@ -78,6 +78,17 @@ def test_replication_alone_computes_in_the_compute_dtype(tmp_path):
     assert imported(tmp_path, **with_tp).compute == "float32"
 
 
+def test_shards_are_summed_in_the_dtype_of_parameters(tmp_path):
+    """FSDP adds to them what is reduced in float32; with stages it reduces once in a step."""
+    narrow = {"training__dtype": "bfloat16"}
+    described = imported(tmp_path, **narrow)
+    assert (described.reduce, described.accumulate) == ("float32", "bfloat16")
+    assert 'accumulate="bfloat16"' in python(described, "x")
+    assert imported(tmp_path).accumulate == ""
+    stages = {"parallelism__pipeline_parallel_degree": 2, "training__local_batch_size": 4}
+    assert imported(tmp_path, **narrow, **stages).accumulate == ""
+
+
 def test_stages_have_fewer_layers_first_and_last(tmp_path):
     """Six layers and two units for embedding and head are eight units: three stages of 3, 3 and 2."""
     described = imported(

@@ -173,7 +173,8 @@ def test_bad_text_is_refused_with_the_place_and_what_is_expected(text: str, mess
 
 def test_an_unknown_op_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
-        FormatError, match=r"op: .is. is 'Gather'; one of Add, Collective, Compute, .* is expected"
+        FormatError,
+        match=r"op: .is. is 'Gather'; one of Add, Cast, Collective, Compute, .* is expected",
     ):
         decode(Op, {"is": "Gather", "channel": "c"}, "op")
     with pytest.raises(FormatError, match=r"op: unknown key 'bucket' in Send; known are channel"):

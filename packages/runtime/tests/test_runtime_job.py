@@ -50,6 +50,8 @@ def test_precision_names_what_is_accepted() -> None:
         Precision(params="bfloat16", compute="float16")
     with pytest.raises(JobError, match=r"loss_scale='dynamic'.*a piper.LossScale"):
         Precision(compute="float16", loss_scale="dynamic")  # type: ignore[arg-type]  # no scale
+    with pytest.raises(JobError, match=r"accumulate='int8'\): one of float64"):
+        Precision(accumulate="int8")
     assert Precision(params="float64", reduce="float64").dtype is torch.float64
 
 
@@ -65,6 +67,9 @@ def test_precision_has_one_dtype_unless_told_otherwise() -> None:
         and mixed.dtype is mixed.reduce_dtype is mixed.sums_in is torch.float32
     )
     assert Precision(params="float32", keep={"a.*": "bfloat16"}).sums_in is torch.float32
+    apart = Precision(compute="bfloat16", reduce="bfloat16", accumulate="float32")
+    assert apart.reduce_dtype is torch.bfloat16 and apart.sums_in is torch.float32
+    assert Precision(accumulate="float16").scaling is not None
 
 
 def test_batches_are_named_by_their_paths() -> None:

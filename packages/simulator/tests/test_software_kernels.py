@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from piper_ir.ground.sizes import bind
-from piper_ir.program.program import Kernel, Step
-from piper_simulator import STACKS
-from piper_simulator.durations.software_kernels import run_kernels
+from piper_ir.program.program import Cost, Kernel, Step
+from piper_simulator import STACKS, load_cluster
+from piper_simulator.durations.kernels import launch_count
+from piper_simulator.durations.software_kernels import SUM, run_kernels
 
 COPY = Kernel("elementwise", (), "bfloat16", 0, 1000, op="clone")
 ADD = replace(COPY, op="add")
@@ -39,6 +40,17 @@ def test_results_are_filled_before_they_are_written() -> None:
     assert filled("I") == [(4_096, 2), (24_576, 1), (2_000, 1)]
     assert filled("W") == [(4_096, 2), (24_576, 1)]
     assert not [k for k in run_kernels(STACKS["eager"], [PRODUCT], "F") if k.op == "fill"]
+
+
+def test_a_product_that_adds_to_a_sum_moves_the_sum_as_well() -> None:
+    """Of 100 elements in float32: 1,000 bytes less the gradient, which it need not write and read; no launch of its own."""
+    add = Kernel("elementwise", (), "float32", 100, 1_000, op="add")
+    device = load_cluster("h100x1@hopper-megatron").device
+    assert device.stack is not None and device.stack.accumulate == "product"
+    kernels = run_kernels(device.stack, [add, PRODUCT], "W")
+    assert [(k.op, bind(k.bytes, 0)) for k in kernels if k.op != "mm"] == [(SUM, 600)]
+    assert launch_count(device, Cost(tuple(kernels))) == len(kernels) - 1
+    assert [k.op for k in run_kernels(STACKS["eager"], [add], "W")] == ["add"]
 
 
 def test_a_factor_of_one_step_leaves_the_others() -> None:

@@ -76,6 +76,7 @@ def description(job: Job, strategy: Strategy, name: str) -> JobDescription:
         params=precision.params or "float32",
         compute=precision.compute or precision.params or "float32",
         reduce=precision.reduce or precision.params or "float32",
+        accumulate=precision.accumulate or "",
         loss_scale=_scale(precision.scaling),
         float8=None if precision.quantised is None else Float8Layers(**asdict(precision.quantised)),
         clip_norm=job.clip_norm,

@@ -79,6 +79,7 @@ MODEL_WORDS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("rotary", {"positions": "rotary"}),
     ("gated GELU", {"activation": "gelu"}),
     ("QK norm", {"qk_norm": True}),
+    ("dropout 0.1", {"dropout": 0.1, "attention_dropout": 0.0}),  # attention's kernel draws its own
 )
 """The words of a note that change a model."""
 

@@ -29,7 +29,8 @@ class Training:
         averages: buffers that forward updates from the batch and reads for nothing else, so that the buffers of replica
             0 count; None if the job has not chosen that replicas may differ.
         params: the dtype of parameters in the update; "" for their dtype in forward and backward.
-        reduce: the dtype in which gradients are summed and reduced; "" for the dtype of the update.
+        reduce: the dtype in which gradients are reduced over ranks; "" for the dtype of the update.
+        accumulate: the dtype in which a rank sums gradients over microbatches; "" for that of reductions.
         scaled: whether the loss is scaled, so that a step is skipped if the norm of the gradient is not finite.
         undivided: why a step may have one microbatch on one replica only; "" if it may have any number.
     """
@@ -46,23 +47,28 @@ class Training:
     averages: frozenset[str] | None = None
     undivided: str = ""
     scaled: bool = False
+    accumulate: str = ""
 
     @property
     def normed(self) -> bool:
         """Return whether an update reads the norm of the gradient."""
         return self.scaled or self.clip is not None
 
-    def bucket_dtypes(self, param: Param) -> tuple[str, str, str]:
-        """Return the dtypes of a parameter's bucket: of the update, of forward and backward, and of gradients.
+    def bucket_dtypes(self, param: Param, reduced: bool) -> tuple[str, str, str, str]:
+        """Return the dtypes of a parameter's bucket: of the update, of forward and backward, of reductions and of sums.
 
-        The last two are "" if they equal the first.
+        The second and the third are "" if they equal the first, and the last is "" if it equals that of reductions. A
+        bucket that is not `reduced` over ranks has sums alone.
         """
         updated = self.params or param.spec.dtype
-        summed = self.reduce or updated
+        reduce = self.reduce or updated
+        summed = self.accumulate or reduce
+        reduce = reduce if reduced else summed
         return (
             updated,
             param.spec.dtype if param.spec.dtype != updated else "",
-            summed if summed != updated else "",
+            reduce if reduce != updated else "",
+            summed if summed != reduce else "",
         )
 
 

@@ -267,6 +267,7 @@ def trained_job(
         averages_of(source, captured),
         undivided(captured),
         dtypes.scaling is not None,
+        dtypes.accumulate or "",
     )
     return Trained(captured, spec, training, request)
 

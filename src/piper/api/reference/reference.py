@@ -384,7 +384,8 @@ class _Updated:
 
     def __init__(self, model: nn.Module, precision: Any):
         compute, self._sums_in = (
-            getattr(torch, d or precision.params) for d in (precision.compute, precision.reduce)
+            getattr(torch, d or precision.params)
+            for d in (precision.compute, precision.accumulate or precision.reduce)
         )
         self._model, self._sums, self.scale = model, dict[str, Tensor](), 1.0
         self._masters: dict[str, nn.Parameter] = {}

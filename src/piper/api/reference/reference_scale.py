@@ -13,7 +13,12 @@ class ReferenceScale:
     """Scale losses and unscale gradients; the rule of the scale is restated here, since torch has no hysteresis."""
 
     def __init__(self, precision: Any):
-        fields = [precision.compute, precision.reduce, *precision.keep.values()]
+        fields = [
+            precision.compute,
+            precision.reduce,
+            precision.accumulate,
+            *precision.keep.values(),
+        ]
         narrow, given = "float16" in fields, precision.loss_scale
         self._scaler: torch.amp.GradScaler | None = None
         if given is None and not narrow:

@@ -14,9 +14,8 @@ from piper.views.explained.layouts import index_facts, layouts
 from piper.views.explained.recompute import recomputation
 from piper.views.explained.sharing import sharing
 from piper_compiler import tile_loss
-from piper_ir.ground.sizes import bind
+from piper_ir.ground.sizes import ITEM_BYTES, bind
 from piper_ir.plan.plan import Instr, Plan, RolePlan
-from piper_ir.plan.plan_bytes import bucket_bytes
 from piper_ir.program.ops import Compute
 from piper_ir.program.program import Chunk, Step
 from piper_ir.tools import flops_text, size_text
@@ -305,9 +304,13 @@ def _communication(plan: Plan) -> str:
         )
     for bucket in plan.buckets:
         if bucket.channel:
-            size = size_text(bucket_bytes(bucket))
+            size = size_text(bucket.numel * ITEM_BYTES[bucket.reduce_dtype])
             shown = ", ".join(bucket.params[:3]) + (", ..." if len(bucket.params) > 3 else "")
             lines.append(f"  {bucket.id:24} {size} reduced over {bucket.channel}: {shown}")
+    apart = {(b.accumulate_dtype, b.reduce_dtype) for b in plan.buckets if b.casts}
+    lines += [
+        f"  gradients are summed in {own}, and reduced in {sent}" for own, sent in sorted(apart)
+    ]
     return "\n".join(["communication", *lines]) if lines else "communication: none"
 
 

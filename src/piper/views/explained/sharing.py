@@ -9,7 +9,7 @@ from piper_ir.graph.graph_parts import Replication
 from piper_ir.ground.sizes import ITEM_BYTES
 from piper_ir.plan.plan import Bucket, Plan, RolePlan
 from piper_ir.plan.plan_bytes import state_message_bytes
-from piper_ir.program.ops import Collective, Compute, Fresh
+from piper_ir.program.ops import Cast, Collective, Compute, Fresh
 from piper_ir.tools import size_text
 
 
@@ -88,9 +88,9 @@ def _counted(plan: Plan, role: RolePlan) -> tuple[_Windows, _Windows, _Windows]:
             case Fresh(bucket=id):
                 bucket_of[part.writes[0]] = id
                 kind_of[part.writes[0]] = reduced
-            case Collective() as op if (
-                part.reads and part.reads[0] in bucket_of
-            ):  # an all-reduce of a bucket reads no value
+            case Cast(bucket=id):
+                bucket_of[part.writes[0]] = id
+            case Collective(kind="reduce_scatter") if part.reads and part.reads[0] in bucket_of:
                 id = bucket_of[part.reads[0]]
                 reduced.by_bucket[id] = reduced.by_bucket.get(id, 0) + 1
                 reduced.moved += plan.values[part.reads[0]].nbytes

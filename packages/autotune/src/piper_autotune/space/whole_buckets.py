@@ -62,7 +62,7 @@ class WholeBuckets:
             b.id: b.numel * ITEM_BYTES[b.compute_dtype] for b in graph.buckets.values() if b.lent
         }
         self.reduced = {
-            b.id: b.numel * ITEM_BYTES[b.reduce_dtype]
+            b.id: b.numel * ITEM_BYTES[b.accumulate_dtype]
             for b in graph.buckets.values()
             if b.shard.grads
         }

@@ -33,6 +33,7 @@ from piper_capture.steps.by_rows import takes_any_rows
 from piper_capture.steps.codegen import StepCode, compile_step, generate
 from piper_capture.steps.filling import FILLED
 from piper_capture.steps.joint import Interpreter, JointInput, constants_of, trace_joint
+from piper_capture.steps.kernels import SHARED
 from piper_capture.steps.schedule import schedule
 from piper_capture.torch_api import _torch_joint
 from piper_capture.values.coordinate import Coordinate
@@ -186,7 +187,10 @@ class RoutedForms:
             for k, i in enumerate(self._inputs(rows))
         ]
         joint = trace_joint(rewritten, own, mask)
+        shared = prod(({**dict(self._how.sharing), **dict(self._how.hidden)}).values())
         for node in joint.graph.nodes:
+            if shared > 1:
+                node.meta[SHARED] = shared
             at = PLACED.get(node.target) if node.op == "call_function" else None
             if at is not None:
                 node.args = (*node.args[:at], Coordinate(self._how.axis), *node.args[at + 1 :])

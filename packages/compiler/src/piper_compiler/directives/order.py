@@ -8,19 +8,25 @@
 comes before both, and the whole item after it comes after both. The compiler chooses the order among them
 (`passes.order.overlap`).
 
+An item may name the gathers of parameters or the reductions of gradients of the selected chunks, where(op="gather") or
+where(op="reduce"): messages on buckets, which exist when the strategy is complete. They begin after the nodes of
+earlier items, and end before the nodes of later ones begin.
+
 A send that an order names comes after the nodes of earlier selections, and ends before the nodes of later ones begin.
 Sends of one device may so be put into another order than that of the compute that makes their values.
 
 Legality
 
-1. There are at least two selections, and each matches compute nodes, or sends. (With missing="skip" a selection of a
-   backward phase is left out if its region has no such phase.)
+1. There are at least two selections, and each matches compute nodes, sends, or chunks for messages on buckets. (With
+   missing="skip" a selection of a backward phase is left out if its region has no such phase.)
 2. No node is in two selections.
 3. If anything is placed, the selected nodes are: an order is per device.
 4. On at least one device two of the selections occur: otherwise the directive would have no effect.
 5. An overlap has at least two selections, and stands inside of an order.
-6. Of communication an order names sends alone (op="send"), outside of overlaps. A receive stands where its send does;
-   reductions and gathers follow their buckets.
+6. Of communication an order names sends (op="send"), gathers and reductions, outside of overlaps. A receive stands
+   where its send does. Gathers and reductions are of the whole step, without mb and phase.
+7. A gather or reduction that it names is made once in a step on that device: with states shared (zero=1), of parameters
+   up to whole_mb; of gradients that ranks keep whole (zero=0 or 1). Others follow their uses.
 
 That all orders together are acyclic is checked once, when the strategy is complete; the error names the directives on
 the cycle.
@@ -31,7 +37,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, islice, pairwise
+from functools import partial
+from itertools import chain, islice, pairwise, product
 from typing import Any, Literal
 
 from piper_compiler.directives.base import (
@@ -44,7 +51,7 @@ from piper_compiler.directives.base import (
 )
 from piper_compiler.directives.decided import Decided
 from piper_ir.graph.graph import At, Editor, Graph, Node, OverlapGroup
-from piper_ir.graph.graph_parts import in_mbs, mbs_of
+from piper_ir.graph.graph_parts import MessageOrder, OrderEnd, in_mbs, mbs_of
 from piper_ir.ground.errors import DirectiveError
 from piper_ir.ground.select import Where
 from piper_ir.program.ops import COMM, Send
@@ -69,8 +76,8 @@ class Order:
     """Run the items one after the other on each device.
 
     Within a selection the nodes of a device run along the program (F ascending, backward descending). Communication
-    follows its data, but for sends that a selection names (op="send"). The items are selections, overlaps, or tuples of
-    them.
+    follows its data, but for sends, gathers and reductions that a selection names by `op`. The items are selections,
+    overlaps, or tuples of them.
 
     Attributes:
         missing: whether a selection of a backward phase that its region cannot have is an error or skipped.
@@ -141,17 +148,16 @@ class Order:
         every = [nodes for _, chains in selected for nodes in chains.values()]
         if len(set(chain.from_iterable(every))) < sum(map(len, every)):
             raise self._twice(graph)
+        messages = [m for m in map(partial(_messages, self, graph), self.selections) if m]
         devices = Counter([role for _, chains in selected for role in chains])
+        devices.update([role for chunks_by_role in messages for role in chunks_by_role])
         if graph.roles and "" in devices:
             unplaced = next(
-                nodes for _, chains in selected for role, nodes in chains.items() if not role
+                (_each(graph, at) for _, chains in selected if (at := chains.get(""))),
+                graph.find(Where()),
             )
-            raise fail(
-                self,
-                3,
-                f"{names(graph, _each(graph, unplaced))} is not placed; write place before order",
-            )
-        if len(selected) > 1 and max(devices.values()) < 2:
+            raise fail(self, 3, f"{names(graph, unplaced)} is not placed; write place before order")
+        if len(selected) + len(messages) > 1 and max(devices.values()) < 2:
             raise fail(
                 self, 4, "no two of the selections share a device, so nothing would be ordered"
             )
@@ -181,15 +187,23 @@ class Order:
             end = first + number
 
     def _check_communication(self, graph: Graph) -> None:
-        """Check that communication is named by its sends, outside of overlaps."""
+        """Check that communication is named by its sends, gathers or reductions, outside of overlaps."""
         inside = {k for first, number in self.overlaps for k in range(first, first + number)}
         for k, selection in enumerate(self.selections):
-            if "op" not in dict(selection.terms):
+            terms = dict(selection.terms)
+            if "op" not in terms:
+                continue
+            if terms["op"] in _MESSAGE_OPS:
+                if k in inside:
+                    raise fail(self, 6, f"{selection}: an overlap is of compute; name it outside")
+                if {"mb", "phase"} & terms.keys():
+                    text = "a gather or reduction is of the whole step; leave mb and phase out"
+                    raise fail(self, 6, f"{selection}: {text}")
                 continue
             nodes = [n for n in compute_nodes(self, graph, selection) if isinstance(n.op, COMM)]
             other = [n for n in nodes if not isinstance(n.op, Send)]
             if other:
-                text = "an order names sends alone, as a receive stands where its send does"
+                text = "an order names no receives, as one stands where its send does"
                 raise fail(self, 6, f'{names(graph, other)}: {text}; write op="send"')
             if nodes and k in inside:
                 text = "an overlap is of compute; name the send before or behind it"
@@ -201,6 +215,8 @@ class Order:
 
     def apply(self, graph: Graph) -> Graph:
         edit = graph.edit()
+        if any(dict(s.terms).get("op") in _MESSAGE_OPS for s in self.selections):
+            self._order_messages(edit, graph)
         if not self.overlaps:
             self._in_turn(edit, self._selected(graph))
             return edit.done()
@@ -223,6 +239,28 @@ class Order:
                 if len(several) > 1:
                     edit.overlaps.append(OverlapGroup(tuple(several), applied))
         return edit.done()
+
+    def _order_messages(self, edit: Editor, graph: Graph) -> None:
+        """Order each gather and reduction between the items beside it, on each device where both occur."""
+        chains, last = graph.chains(self.selections), dict[str, list[OrderEnd]]()
+        for first, end in self._ranges():
+            heads: dict[str, list[OrderEnd]] = {}
+            tails: dict[str, list[OrderEnd]] = {}
+            for selection, nodes_by_role in zip(
+                self.selections[first:end], chains[first:end], strict=True
+            ):
+                for role, chunks in _messages(self, graph, selection).items():
+                    message = OrderEnd(str(dict(selection.terms)["op"]), chunks=chunks)
+                    heads[role] = tails[role] = [message]
+                for role, nodes in nodes_by_role.items():
+                    heads.setdefault(role, []).append(OrderEnd(*nodes[0]))
+                    tails.setdefault(role, []).append(OrderEnd(*nodes[-1]))
+            for role, ends in heads.items():
+                pairs = product(last.get(role, ()), ends)
+                edit.message_orders += [
+                    MessageOrder(role, a, b, edit.applied) for a, b in pairs if a.chunks or b.chunks
+                ]
+            last |= tails
 
     def _in_turn(self, edit: Editor, selected: list[list[_Chains]]) -> None:
         """Order the selections one after the other."""
@@ -260,11 +298,29 @@ class Order:
     def _by_item(self, graph: Graph) -> list[list[_Chains]]:
         each: list[_Chains] = list(zip(self.selections, graph.chains(self.selections), strict=True))
         for selection, matched in each:
+            if dict(selection.terms).get("op") in _MESSAGE_OPS:
+                continue
             if not matched and (self.missing != "skip" or not has_no_such_phase(graph, selection)):
                 compute_nodes(self, graph, selection)  # says that there are none
         if not self.overlaps:
             return [[pair] for pair in each if pair[1]]
         return [[pair for pair in each[first:end] if pair[1]] for first, end in self._ranges()]
+
+
+_MESSAGE_OPS = ("gather", "reduce")
+"""The words by which an order names messages on buckets."""
+
+
+def _messages(item: Order, graph: Graph, selection: Where) -> Mapping[str, tuple[str, ...]]:
+    """Return by role the chunks whose gathers or reductions a selection names; nothing if it names none."""
+    terms = dict(selection.terms)
+    if terms.get("op") not in _MESSAGE_OPS:
+        return {}
+    rest = Where(tuple((name, value) for name, value in terms.items() if name != "op"))
+    chunks: dict[str, dict[str, None]] = {}
+    for node in compute_nodes(item, graph, rest):
+        chunks.setdefault(node.role, {})[str(node.coords["chunk"])] = None
+    return {role: tuple(found) for role, found in chunks.items()}
 
 
 def has_no_such_phase(graph: Graph, selection: Where) -> bool:

@@ -154,6 +154,8 @@ def _notes(described: JobDescription) -> tuple[str, ...]:
         notes.append("the loss is scaled by GradScaler's defaults, and not as the job says")
     if described.reduce != reduce:
         notes.append(f"gradients are reduced in {reduce}, not in {described.reduce}")
+    if described.accumulate:
+        notes.append(f"gradients are summed in {reduce}, not in {described.accumulate}")
     if layout.zero == 3:
         unit = megabytes(
             layer_parameters(described.sizes), 2 if reduce == described.compute and narrow else 4

@@ -62,7 +62,7 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
     if layout.ep > 1 and "experts" not in sizes.fields:
         raise JobError(f"{foreign.source}: expert_parallel is enabled, but --model has no experts")
     batch = batch_of(foreign, asked, layout.replicas)
-    params, compute, reduce = _precision(foreign)
+    params, compute, reduce, accumulate = _precision(foreign)
     return JobDescription(
         name=Path(foreign.source).stem,
         sizes=sizes,
@@ -77,6 +77,7 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         params=params,
         compute=compute,
         reduce=reduce,
+        accumulate=accumulate if accumulate != reduce else "",
         loss_scale=_loss_scale(foreign),
         clip_norm=float(foreign.get("gradient_clipping", CLIP)) or None,
         lr=float(foreign.get("optimizer.params.lr", foreign.get(f"{PREFIX}learning_rate", 1e-3))),
@@ -203,8 +204,8 @@ def _bucket(foreign: Foreign) -> float | None:
     return float(elements * BYTES[_precision(foreign)[2]] / 2**20)
 
 
-def _precision(foreign: Foreign) -> tuple[str, str, str]:
-    """Return the dtypes of parameters and states, of forward and backward, and of gradients."""
+def _precision(foreign: Foreign) -> tuple[str, str, str, str]:
+    """Return the dtypes of parameters and states, of forward and backward, of messages and of sums of gradients."""
     half = next(
         (dtype for name, dtype in _SECTIONS.items() if foreign.get(f"{name}.enabled", False)), ""
     )
@@ -213,8 +214,7 @@ def _precision(foreign: Foreign) -> tuple[str, str, str]:
     compute = half or ("bfloat16" if autocast else "float32")
     summed = _dtype(foreign, "data_types.grad_accum_dtype", half or "float32")
     sent = _dtype(foreign, "communication_data_type", half or "float32")
-    # One dtype is both here: the sums over microbatches, and the messages.
-    return params, compute, summed if BYTES[summed] > BYTES[sent] else sent
+    return params, compute, sent, summed
 
 
 _SECTIONS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}
@@ -293,16 +293,6 @@ def _unsaid(foreign: Foreign) -> tuple[str, ...]:
         notes.append(
             "the file does not say whether the script checkpoints activations: none are computed again here, too much "
             "memory if it does (--set gradient_checkpointing=true)"
-        )
-    summed = foreign.get("data_types.grad_accum_dtype")
-    sent = foreign.get("communication_data_type")
-    if (
-        BYTES[_dtype(foreign, "data_types.grad_accum_dtype", _precision(foreign)[2])]
-        != BYTES[_dtype(foreign, "communication_data_type", _precision(foreign)[2])]
-    ):
-        notes.append(
-            f"data_types.grad_accum_dtype={summed} and communication_data_type={sent}: sums and messages are both in "
-            "the wider one, predicted too slow or too much memory"
         )
     return tuple(notes)
 

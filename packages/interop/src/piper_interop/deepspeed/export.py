@@ -93,7 +93,7 @@ def _options(described: JobDescription) -> dict[str, Any]:
         **_PRECISIONS[described.params, described.compute],
         **_loss_scale(described),
         "communication_data_type": NAMES[described.reduce],
-        "data_types.grad_accum_dtype": NAMES[described.reduce],
+        "data_types.grad_accum_dtype": NAMES[described.accumulate or described.reduce],
         "zero_optimization.stage": layout.zero,
         # null says that the script checkpoints nothing, which a missing option leaves open.
         "activation_checkpointing.number_checkpoints": described.sizes.fields["layers"]

@@ -132,7 +132,7 @@ GRADIENTS: dict[str, OptionSpec] = {
         ),
         Ignored("gradients over sequence-parallel ranks are summed with those over replicas here"),
     ),
-    "data_types.grad_accum_dtype": (TEXT.or_none, Mapped("reduce")),
+    "data_types.grad_accum_dtype": (TEXT.or_none, Mapped("accumulate")),
     "data_types.param_dtype": (TEXT.or_none, PRECISION),
     "data_types.buffer_dtype": (TEXT.or_none, NUMERICS),
     "data_types.keep_in_fp32_modules": (TEXTS, NUMERICS),

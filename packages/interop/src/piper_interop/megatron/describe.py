@@ -94,7 +94,7 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
             f"Megatron asks for; give a multiple of {2 * found.cp}"
         )
     whole, rows = batch(foreign, found.dp)
-    compute, reduce = _precision(foreign)
+    compute, reduce, accumulate = _precision(foreign)
     layout = _layout(foreign, found, asked)
     if foreign["tp-comm-overlap"]:
         layout = layout.in_pieces(PIECES, length(foreign))
@@ -111,6 +111,7 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         optim_on_host=_optim_on_host(foreign),
         compute=compute,
         reduce=reduce,
+        accumulate=accumulate if accumulate != reduce else "",
         loss_scale=_loss_scale(foreign),
         float8=_float8(foreign, asked),
         clip_norm=foreign["clip-grad"] or None,
@@ -121,14 +122,27 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
     )
 
 
-def _precision(foreign: Foreign) -> tuple[str, str]:
-    """Return the dtypes of forward and backward, and of gradients, which Megatron keeps in float32 beside bfloat16."""
+def _precision(foreign: Foreign) -> tuple[str, str, str]:
+    """Return the dtypes of forward and backward, of gradients in messages, and of their sums.
+
+    Megatron keeps gradients in float32 beside bfloat16. Its FSDP has options for both, which count where
+    --grad-reduce-in-bf16 says so: "auto" are sums as in forward and backward, and messages as the sums.
+    """
     if foreign["fp16"]:
         wide = foreign["accumulate-allreduce-grads-in-fp32"]
-        return "float16", "float32" if wide else "float16"
+        return "float16", *("float32" if wide else "float16",) * 2
     if not any(foreign[name] for name in ("bf16", "fp8-format", "fp4-format")):
-        return "float32", "float32"
-    return "bfloat16", "bfloat16" if foreign["grad-reduce-in-bf16"] else "float32"
+        return "float32", "float32", "float32"
+    if not foreign["grad-reduce-in-bf16"]:
+        return "bfloat16", "float32", "float32"
+    if not foreign["use-megatron-fsdp"]:
+        return "bfloat16", "bfloat16", "bfloat16"
+    summed = FSDP_DTYPES.get(foreign.get("megatron-fsdp-main-grads-dtype"), "bfloat16")
+    return "bfloat16", FSDP_DTYPES.get(foreign.get("megatron-fsdp-grad-comm-dtype"), summed), summed
+
+
+FSDP_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""The dtypes that options of Megatron-FSDP name; "auto" is none of them."""
 
 
 def _loss_scale(foreign: Foreign) -> tuple[tuple[str, float], ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from piper_interop.megatron.describe import PIECES, PP_FIRST, WHOLE_MB
+from piper_interop.megatron.describe import FSDP_DTYPES, PIECES, PP_FIRST, WHOLE_MB
 from piper_interop.megatron.export_sizes import write_sizes
 from piper_interop.megatron.exported import WrittenOptions
 from piper_interop.megatron.sizes import parts_of, policy_of
@@ -81,6 +81,9 @@ def _precision(described: JobDescription, options: WrittenOptions) -> None:
         )
     options.add("bf16", compute == "bfloat16")
     options.add("fp16", compute == "float16")
+    if described.accumulate:
+        _sums(described, options)
+        return
     if compute == "float16" and reduce in ("float16", "float32"):
         options.add("accumulate-allreduce-grads-in-fp32", reduce == "float32")
         _loss_scale(described, options)
@@ -90,6 +93,20 @@ def _precision(described: JobDescription, options: WrittenOptions) -> None:
     elif reduce != "float32":
         options.refuse(f"reduce={reduce!r} with compute={compute!r}", "reduce='float32'")
     options.add("accumulate-allreduce-grads-in-fp32", reduce == "float32" and compute == "bfloat16")
+
+
+def _sums(described: JobDescription, options: WrittenOptions) -> None:
+    """Write the dtypes of gradients in messages and in sums, which Megatron-FSDP alone has apart."""
+    names = {dtype: name for name, dtype in FSDP_DTYPES.items()}
+    said, plan = (described.accumulate, described.reduce), described.layout
+    fsdp = plan.zero == 2 or (plan.zero == 3 and plan.reshard)
+    if not fsdp or described.compute != "bfloat16" or not names.keys() >= {*said}:
+        text = f"reduce={described.reduce!r} with accumulate={described.accumulate!r}"
+        options.refuse(text, "one dtype for both")
+        return
+    options.add("grad-reduce-in-bf16")
+    for what, dtype in zip(("main-grads", "grad-comm"), said, strict=True):
+        options.add(f"megatron-fsdp-{what}-dtype", names[dtype])
 
 
 def _float8(described: JobDescription, options: WrittenOptions) -> None:

@@ -231,10 +231,8 @@ STRATEGY: OptionTable = {
     "disable-align-grad-reduce": Ignored("when a device of the pipeline starts its own messages"),
     "megatron-fsdp-version": Ignored("two versions of the same sharding"),
     "megatron-fsdp-main-params-dtype": Ignored("float32, or as the parameters"),
-    "megatron-fsdp-main-grads-dtype": Ignored("the sums have the dtype that --grad-reduce-in-bf16 says"),
-    "megatron-fsdp-grad-comm-dtype": Nearest(
-        "messages in the dtype of the sums", SLOW, unless=("auto", "fp32", None)
-    ),
+    "megatron-fsdp-main-grads-dtype": Mapped("precision: accumulate, beside --grad-reduce-in-bf16"),
+    "megatron-fsdp-grad-comm-dtype": Mapped("precision: reduce, beside --grad-reduce-in-bf16"),
     "megatron-fsdp-enable-fine-grained-param-gather": Ignored("gathers are by bucket here"),
     "megatron-fsdp-max-pool-double-buffer": Ignored("how gathered parameters are stored"),
     "fsdp-*": Ignored("how buffers of messages are stored"),

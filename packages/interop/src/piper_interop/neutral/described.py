@@ -277,6 +277,7 @@ class JobDescription:
         params: the dtype of parameters, gradients' sums and optimizer states.
         compute: the dtype of forward and backward.
         reduce: the dtype of gradients in messages.
+        accumulate: the dtype in which ranks sum gradients over microbatches; "" for that of messages.
         loss_scale: with float16, the fields of `piper.LossScale` that are not its defaults, or ("fixed", SCALE) for a
             scale that stays.
         float8: the linear layers that multiply in float8; None for none.
@@ -309,6 +310,7 @@ class JobDescription:
     loss_tiles: int = 1
     loss_scale: tuple[tuple[str, float], ...] = ()
     float8: Float8Layers | None = None
+    accumulate: str = ""
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property

@@ -76,6 +76,8 @@ def job_lines(described: JobDescription) -> Iterator[str]:
         precision = f"params={literal(described.params)}"
     if described.reduce != described.params:
         precision += f", reduce={literal(described.reduce)}"
+    if described.accumulate:
+        precision += f", accumulate={literal(described.accumulate)}"
     arguments = [
         f"global_batch={described.global_batch}",
         f"length={described.length}",

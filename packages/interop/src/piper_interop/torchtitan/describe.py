@@ -58,6 +58,9 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
     if not mixed and compute != params:
         # Without FSDP, and beside other axes, torchtitan casts nothing.
         compute = params
+    reduce = foreign.get("training.mixed_precision_reduce", "float32") if layout.zero else params
+    # FSDP adds what is reduced to shards in the dtype of parameters; stages of a pipeline reduce once.
+    accumulate = params if layout.zero and layout.pp == 1 and reduce != params else ""
     norm = foreign.get("training.max_norm")
     return JobDescription(
         name=foreign.source.partition(":")[2] or foreign.source,
@@ -69,7 +72,8 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         recompute=recompute,
         params=params,
         compute=compute,
-        reduce=foreign.get("training.mixed_precision_reduce", "float32") if layout.zero else params,
+        reduce=reduce,
+        accumulate=accumulate,
         optim_on_host=float(_on_host(foreign, layout)),
         params_on_host=_on_host(foreign, layout),
         float8=foreign.facts.get("float8"),

@@ -92,7 +92,9 @@ def _lacking(described: JobDescription) -> Iterator[str]:
     if described.float8 is not None and described.float8.recipe not in CONVERTERS:
         yield f"float8 by the recipe {described.float8.recipe}; the nearest is rowwise"
     if described.reduce != "float32":
-        yield f"gradients that are summed in {described.reduce}; the nearest is float32"
+        yield f"gradients that are reduced in {described.reduce}; the nearest is float32"
+    if described.accumulate not in ("", described.params):
+        yield f"gradients that are summed in {described.accumulate}; the nearest is {described.params}"
 
 
 def _options(described: JobDescription) -> Iterator[tuple[str, object]]:

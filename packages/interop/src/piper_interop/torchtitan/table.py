@@ -59,7 +59,7 @@ TABLE: OptionTable = {
     "training.disable_cuda_graphs": Ignored("CUDA graphs save launches; a kernel stack counts these"),
     "training.dtype": Mapped("Precision(params=)"),
     "training.mixed_precision_param": Mapped("Precision(compute=)"),
-    "training.mixed_precision_reduce": Mapped("Precision(reduce=)"),
+    "training.mixed_precision_reduce": Mapped("Precision(reduce=, accumulate=)"),
     "training.gc_freq": Ignored("the collector runs between steps"),
     "training.gc_debug": Ignored("for debugging"),
     "loss": (

@@ -28,6 +28,7 @@ from piper_ir.graph.graph_parts import (
     EdgeExchange,
     GraphValue,
     Mbs,
+    MessageOrder,
     Node,
     Offloading,
     OverlapGroup,
@@ -77,6 +78,7 @@ class Graph(NamedNodes, Selecting):
         writers: value -> the ids of the nodes that write it.
         users: value -> the ids of the nodes that read it.
         order_edges: (before, after) -> the index in `log` of the directive that asked for it.
+        message_orders: orders that name messages of buckets, until there are buckets.
         overlaps: the groups that an order leaves open.
         roles: role -> the mesh coordinates that it fixes.
         transports: role -> its streams for point-to-point communication.
@@ -112,6 +114,7 @@ class Graph(NamedNodes, Selecting):
     hosted: tuple[str, ...] = ()
     away: tuple[str, ...] = ()
     eager: tuple[str, ...] = ()
+    message_orders: tuple[MessageOrder, ...] = ()
     microbatches: int = 0
     log: tuple[Applied, ...] = ()
     costs: Costs | None = None
@@ -179,6 +182,7 @@ class Editor:
         self._writers = dict(graph.writers)
         self._users = dict(graph.users)
         self.order_edges = dict(graph.order_edges)
+        self.message_orders = list(graph.message_orders)
         self.overlaps = list(graph.overlaps)
         self.roles = dict(graph.roles)
         self.transports = dict(graph.transports)
@@ -448,6 +452,7 @@ class Editor:
             writers={v: ids for v, ids in self._writers.items() if ids},
             users={v: ids for v, ids in self._users.items() if ids},
             order_edges=self.order_edges,
+            message_orders=tuple(self.message_orders),
             overlaps=tuple(self.overlaps),
             roles=self.roles,
             transports=self.transports,

@@ -17,7 +17,7 @@ from piper_ir.graph.graph import (
     Replication,
     TransferStreams,
 )
-from piper_ir.graph.graph_parts import EdgeExchange, in_mbs, mbs_of
+from piper_ir.graph.graph_parts import EdgeExchange, MessageOrder, in_mbs, mbs_of
 from piper_ir.ground.codec import register
 from piper_ir.ground.errors import FormatError
 from piper_ir.ground.mesh import Mesh
@@ -57,6 +57,7 @@ class GraphDocument:
     hosted: tuple[str, ...] = ()
     away: tuple[str, ...] = ()
     eager: tuple[str, ...] = ()
+    message_orders: tuple[MessageOrder, ...] = ()
 
 
 def to_document(graph: Graph) -> GraphDocument:
@@ -83,6 +84,7 @@ def to_document(graph: Graph) -> GraphDocument:
         graph.hosted,
         graph.away,
         graph.eager,
+        graph.message_orders,
     )
 
 
@@ -116,6 +118,7 @@ def from_document(document: GraphDocument) -> Graph:
     edit.replication = dict(document.replication or {})
     edit.offloading = dict(document.offloading or {})
     edit.hosted, edit.away, edit.eager = document.hosted, document.away, document.eager
+    edit.message_orders = list(document.message_orders)
     edit.microbatches = document.microbatches
     return edit.done()
 

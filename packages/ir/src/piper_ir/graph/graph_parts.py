@@ -263,6 +263,38 @@ class Applied:
 
 
 @dataclass(frozen=True, slots=True)
+class OrderEnd:
+    """Name one end of a `MessageOrder`: a node, or with `chunks` the messages of the buckets of their parameters.
+
+    Attributes:
+        id: the id of the node; "gather" or "reduce" for messages.
+        mb: the microbatch of the node; -1 for messages.
+        chunks: the chunks; empty for a node.
+    """
+
+    id: str
+    mb: int = -1
+    chunks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MessageOrder:
+    """Hold that one end comes before another on a role, one of which names messages that do not exist yet.
+
+    Attributes:
+        role: the role; "" if nothing is placed.
+        before: the end that comes first.
+        after: the end that waits for it.
+        applied: index in the log of the order that asked for it.
+    """
+
+    role: str
+    before: OrderEnd
+    after: OrderEnd
+    applied: int
+
+
+@dataclass(frozen=True, slots=True)
 class OverlapGroup:
     """Hold compute of one device whose members may be interleaved.
 

@@ -6,7 +6,9 @@ from piper_ir.ground.sizes import ITEM_BYTES
 
 
 class BucketDtypes:
-    """Name the dtypes of a bucket's states: the dtype of the update, and two that are "" if they equal it.
+    """Name the dtypes of a bucket's states: that of the update, and others that are "" if they equal another.
+
+    `compute` and `reduce` are "" if they equal `dtype`, and `accumulate` is "" if it equals the dtype of reductions.
 
     `host` says whether the optimizer and its states are on the host, and `away` whether its parameters are, too.
     """
@@ -15,6 +17,7 @@ class BucketDtypes:
     dtype: str
     compute: str
     reduce: str
+    accumulate: str
     host: bool
     away: bool
 
@@ -25,8 +28,18 @@ class BucketDtypes:
 
     @property
     def reduce_dtype(self) -> str:
-        """Return the dtype in which its gradients are summed and reduced."""
+        """Return the dtype in which its gradients are reduced over ranks."""
         return self.reduce or self.dtype
+
+    @property
+    def accumulate_dtype(self) -> str:
+        """Return the dtype in which a rank sums its gradients over microbatches."""
+        return self.accumulate or self.reduce_dtype
+
+    @property
+    def casts(self) -> bool:
+        """Return whether its gradients are cast before they are reduced over ranks, and cast back behind that."""
+        return self.accumulate_dtype != self.reduce_dtype
 
     @property
     def mastered(self) -> bool:
@@ -42,7 +55,9 @@ class BucketDtypes:
         match category:
             case "param" | "gathered":
                 return self.compute_dtype
-            case "grad" | "reduced":
+            case "grad":
+                return self.accumulate_dtype
+            case "reduced":
                 return self.reduce_dtype
             case _:
                 return self.dtype
@@ -50,6 +65,9 @@ class BucketDtypes:
     @property
     def narrowest(self) -> int:
         """Return the fewest bytes of an element in any of its dtypes."""
-        return min(
-            ITEM_BYTES[dtype] for dtype in (self.dtype, self.compute_dtype, self.reduce_dtype)
-        )
+        return min(ITEM_BYTES[dtype] for dtype in self.every_dtype)
+
+    @property
+    def every_dtype(self) -> tuple[str, ...]:
+        """Return all of them."""
+        return self.dtype, self.compute_dtype, self.reduce_dtype, self.accumulate_dtype

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from piper_ir.plan.plan import Instr
-from piper_ir.program.ops import KEEP_ALL, Collective, Compute, Fold, Fresh, Update
+from piper_ir.program.ops import KEEP_ALL, Cast, Collective, Compute, Fold, Fresh, Update
 
 Phase = Literal[
     "F", "B", "R", "I", "W", "pair", "U", "fold", "other", "gather", "scatter", "comm", "batch"
@@ -96,7 +96,8 @@ def _beside(instr: Instr, mb: int) -> tuple[Phase, int]:
     """Return the phase and microbatch of an instruction that runs no chunk."""
     if any(isinstance(p.op, Update) for p in instr.parts):
         return "U", -1
-    return ("fold" if all(isinstance(p.op, Fold | Fresh) for p in instr.parts) else "other"), mb
+    on_gradients = all(isinstance(p.op, Fold | Fresh | Cast) for p in instr.parts)
+    return ("fold" if on_gradients else "other"), mb
 
 
 def _joined(steps: set[str]) -> Phase:

@@ -9,7 +9,17 @@ from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.shards import SharedState
 from piper_ir.ground.sizes import ITEM_BYTES, bind
 from piper_ir.plan.plan import Bucket, Part, Plan, RolePlan, State
-from piper_ir.program.ops import Collective, Comm, Fold, Fresh, Recv, Send, SquaredNorm, Update
+from piper_ir.program.ops import (
+    Cast,
+    Collective,
+    Comm,
+    Fold,
+    Fresh,
+    Recv,
+    Send,
+    SquaredNorm,
+    Update,
+)
 
 
 class PlanBytes:
@@ -27,8 +37,11 @@ class PlanBytes:
                 return nbytes + sum(self._kept(b) for b in buckets)
             case Fresh():
                 return nbytes
-            case Fold():  # reads its value and the kept gradients, and writes these
-                return 3 * nbytes
+            case Fold(bucket=bucket):  # reads its value and the kept gradients, and writes these
+                return nbytes + 2 * self._kept(bucket)
+            case Cast(bucket=bucket) if not part.reads:  # reads the kept gradients and zeroes them
+                kept = self._plan.bucket(bucket)
+                return nbytes + 2 * bucket_bytes(kept) // self._plan.mesh.degree(kept.shard.grads)
             case Update(buckets=buckets):
                 return nbytes + sum(
                     self._updated(s) for s in role.states if s.flat and s.name in buckets
@@ -94,7 +107,7 @@ def own_bytes(plan: Plan, state: State) -> int:
 
 def bucket_bytes(bucket: Bucket) -> int:
     """Return the bytes of a bucket's gradients."""
-    return bucket.numel * ITEM_BYTES[bucket.reduce_dtype]
+    return bucket.numel * ITEM_BYTES[bucket.accumulate_dtype]
 
 
 def update_on_host_bytes(buckets: Iterable[Bucket], mesh: Mesh) -> int:
@@ -108,10 +121,11 @@ def update_on_host_bytes(buckets: Iterable[Bucket], mesh: Mesh) -> int:
     for bucket in (b for b in buckets if b.host):
         own = bucket.numel // mesh.degree(bucket.shard.optim)
         update, came, sent = (
-            own * ITEM_BYTES[d] for d in (bucket.dtype, bucket.reduce_dtype, bucket.compute_dtype)
+            own * ITEM_BYTES[d]
+            for d in (bucket.dtype, bucket.accumulate_dtype, bucket.compute_dtype)
         )
         held += update
-        cast = came if bucket.reduce_dtype != bucket.dtype else 0
+        cast = came if bucket.accumulate_dtype != bucket.dtype else 0
         sends = bucket.compute_dtype != bucket.dtype and not bucket.away
         most = max(most, held + cast, sent if sends else 0)
     return most

@@ -25,10 +25,11 @@ class Bucket(BucketDtypes):
         scatter: likewise the channel that reduces its gradients and scatters them.
         compute: the dtype of its parameters in forward and backward; "" for `dtype`. If they differ, or with `host`
             and not `away`, holders have a state "master", which is updated, and from which "param" is written.
-        reduce: the dtype in which gradients are summed and reduced; "" for `dtype`.
+        reduce: the dtype in which gradients are reduced over ranks; "" for `dtype`.
         parts: the axes along which each rank holds another part of its parameters.
         host: whether its masters and the optimizer's states are in the memory of the host, where it is updated.
         away: whether its parameters are there, too; chunks read copies, or gather them from copies of shards.
+        accumulate: the dtype in which a rank sums gradients over microbatches; "" for that of reductions.
     """
 
     id: str
@@ -48,6 +49,7 @@ class Bucket(BucketDtypes):
     parts: tuple[str, ...] = ()
     host: bool = False
     away: bool = False
+    accumulate: str = ""
 
     @property
     def lent(self) -> bool:

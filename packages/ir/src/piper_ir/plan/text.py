@@ -34,6 +34,7 @@ from piper_ir.plan.plan import (
 from piper_ir.program.ops import (
     KEEP_ALL,
     Add,
+    Cast,
     Collective,
     Compute,
     Fold,
@@ -129,6 +130,7 @@ def _op(op: Op) -> list[str]:
             Load(tensor=subject)
             | Zeros(dtype=subject)
             | Fresh(bucket=subject)
+            | Cast(bucket=subject)
             | Fold(bucket=subject)
             | Send(channel=subject)
             | Recv(channel=subject)

@@ -112,6 +112,17 @@ class Fresh:
 
 
 @dataclass(frozen=True, slots=True)
+class Cast:
+    """Write gradients of a bucket in the dtype in which ranks reduce them.
+
+    These are its read, a buffer that is summed in another dtype; or else all gradients of the bucket that the rank
+    keeps, which are zero then.
+    """
+
+    bucket: str
+
+
+@dataclass(frozen=True, slots=True)
 class Fold:
     """Add the one read, a rank's part of a bucket's gradients, to the shard that the rank keeps."""
 
@@ -187,6 +198,7 @@ Op = (
     | Zeros
     | SquaredNorm
     | Fresh
+    | Cast
     | Fold
     | Send
     | Recv

@@ -18,6 +18,7 @@ from piper_ir.plan.plan import Bucket, Channel, Plan, is_state
 from piper_ir.program.collectives import law_of
 from piper_ir.program.ops import (
     Add,
+    Cast,
     Collective,
     Compute,
     Fold,
@@ -265,14 +266,12 @@ class _Dataflow:
         """Record the writes of a part that is no step of a chunk, and compare the reads of an update."""
         op = self._op(row)
         match op:
-            case Add() | Zeros() | SquaredNorm() | Fresh():
+            case Add() | Zeros() | SquaredNorm() | Fresh() | Cast():
                 self._origins[self._columns.writes.of(row)[0]] = self._written(op, row)
             case Update():
                 self.problems += [(row, text) for text in self._update_problems(op, row)]
-            case Compute() | Load() | Seed():
-                pass  # their writes are atoms
-            case Fold():
-                pass  # folded gradients are followed by `sharding`
+            case Compute() | Load() | Seed() | Fold():
+                pass  # writes are atoms; folded gradients are followed by `sharding`
             case Send() | Recv() | Collective():
                 raise AssertionError("communication happens in `communicate`")
             case _:
@@ -294,7 +293,7 @@ class _Dataflow:
                     name = columns.table.name(value)
                     self.problems.append((row, f" reads {name} as {asked.name}: {problem}"))
 
-    def _written(self, op: Add | Zeros | SquaredNorm | Fresh, row: int) -> _Origin:
+    def _written(self, op: Add | Zeros | SquaredNorm | Fresh | Cast, row: int) -> _Origin:
         """Return the origin of the one value that an op writes."""
         match op:
             case Add():
@@ -306,7 +305,7 @@ class _Dataflow:
                 return _Sum(
                     tuple([_counted(b, along if b in once else frozenset()) for b in buckets])
                 )
-            case Fresh(bucket=bucket):
+            case Fresh(bucket=bucket) | Cast(bucket=bucket):
                 return ("", f"gradients of {bucket}"), -1
             case _:
                 assert_never(op)

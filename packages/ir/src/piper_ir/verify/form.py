@@ -20,6 +20,7 @@ from piper_ir.program.collectives import LAWS
 from piper_ir.program.ops import (
     COMM,
     Add,
+    Cast,
     Collective,
     Comm,
     Compute,
@@ -173,8 +174,8 @@ def _ids(findings: Findings) -> None:
         missing += [f"parameter {p}" for p in bucket.params if p not in params]
         if bucket.channel and bucket.channel not in {c.id for c in plan.channels}:
             missing.append(f"channel {bucket.channel}")
-        dtypes = (bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype)
-        missing += [f"dtype {dtype}" for dtype in dict.fromkeys(dtypes) if dtype not in ITEM_BYTES]
+        dtypes = dict.fromkeys(bucket.every_dtype)
+        missing += [f"dtype {dtype}" for dtype in dtypes if dtype not in ITEM_BYTES]
         if missing:
             findings.add(
                 "R06-names",
@@ -342,7 +343,7 @@ def _names_in(op: Op) -> Iterable[tuple[str, str]]:
             yield from [("bucket", bucket)] if bucket else []
         case SquaredNorm(buckets=buckets) | Update(buckets=buckets):
             yield from [("bucket", bucket) for bucket in buckets]
-        case Fresh(bucket=bucket) | Fold(bucket=bucket):
+        case Fresh(bucket=bucket) | Cast(bucket=bucket) | Fold(bucket=bucket):
             yield "bucket", bucket
         case Seed() | Add() | Zeros():
             pass

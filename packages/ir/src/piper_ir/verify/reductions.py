@@ -9,12 +9,18 @@ from itertools import pairwise
 
 import numpy as np
 
+from piper_ir.plan.instr_table import PartTemplate
 from piper_ir.plan.plan import Bucket, Plan, RolePlan
 from piper_ir.program.collectives import law_of
-from piper_ir.program.ops import Collective, Compute, Fold, Op, SquaredNorm, Update
+from piper_ir.program.ops import Cast, Collective, Compute, Fold, SquaredNorm, Update
 from piper_ir.verify.columns import HappensBefore, PlanColumns
 from piper_ir.verify.rules import Findings
 from piper_ir.verify.values import UsePosition
+
+
+def reduces_kept(bucket: Bucket) -> bool:
+    """Return whether ranks reduce the gradients of a bucket that they keep, whole or in shards, once in a step."""
+    return bool(bucket.channel) or bool(bucket.shard.optim and not bucket.shard.grads)
 
 
 @dataclass(slots=True)
@@ -27,6 +33,7 @@ class _Use:
     gathers: list[UsePosition] = field(default_factory=list)
     copies: list[UsePosition] = field(default_factory=list)
     scatters: list[UsePosition] = field(default_factory=list)
+    casts: list[UsePosition] = field(default_factory=list)
     folds: list[UsePosition] = field(default_factory=list)
     reductions: list[UsePosition] = field(default_factory=list)
     updates: list[UsePosition] = field(default_factory=list)
@@ -51,8 +58,9 @@ def check_reductions(findings: Findings, orders: dict[str, HappensBefore]) -> No
     for number, role in enumerate(findings.plan.roles):
         updates: list[tuple[RolePlan, int, Update]] = []
         uses: dict[str, _Use] = defaultdict(_Use)
-        for op, places in _places(columns, number):
-            touched.record(uses, op, places)
+        for part, places in _places(columns, number):
+            touched.record(uses, part, places)
+            op = part.op
             updates += [(role, i, op) for i, _ in places if isinstance(op, Update)]
         updates.sort(key=lambda update: update[1])
         all_updates += updates
@@ -82,12 +90,13 @@ def _touches(use: _Use) -> list[UsePosition]:
         *use.gathers,
         *use.copies,
         *use.scatters,
+        *use.casts,
         *use.folds,
     ]
 
 
-def _places(columns: PlanColumns, role: int) -> Iterator[tuple[Op, list[UsePosition]]]:
-    """Yield each op of the templates of a role, with the parts that it is."""
+def _places(columns: PlanColumns, role: int) -> Iterator[tuple[PartTemplate, list[UsePosition]]]:
+    """Yield each part of the templates of a role, with its places in the program."""
     first, end = (columns.first_row[columns.starts[role + k]] for k in (0, 1))
     numbers = columns.row_part[first:end]
     order = np.argsort(numbers, kind="stable")
@@ -96,7 +105,7 @@ def _places(columns: PlanColumns, role: int) -> Iterator[tuple[Op, list[UsePosit
     indexes = columns.row_index[first:end][order].tolist()
     found, starts = np.unique(numbers[order], return_index=True)
     for part, (a, b) in zip(found.tolist(), pairwise([*starts.tolist(), len(order)]), strict=True):
-        yield columns.parts[part].op, list(zip(instrs[a:b], indexes[a:b], strict=True))
+        yield columns.parts[part], list(zip(instrs[a:b], indexes[a:b], strict=True))
 
 
 def _check_clips(findings: Findings, updates: Iterable[tuple[RolePlan, int, Update]]) -> None:
@@ -136,10 +145,10 @@ class _Touched:
                     added,
                 )
 
-    def record(self, uses: dict[str, _Use], op: Op, places: list[UsePosition]) -> None:
-        """Add the accesses of parts with an op to the uses of the buckets."""
-        match op:
-            case Compute():
+    def record(self, uses: dict[str, _Use], part: PartTemplate, places: list[UsePosition]) -> None:
+        """Add the accesses of the parts of a template to the uses of the buckets."""
+        match part.op:
+            case Compute() as op:
                 used, added = self._steps[op.variant, op.step]
                 for b in used:
                     uses[b].uses += places
@@ -153,7 +162,9 @@ class _Touched:
                     uses[b].updates += places
             case Fold(bucket=b):
                 uses[b].folds += places
-            case Collective(bucket=b) if b:
+            case Cast(bucket=b) if not part.reads:
+                uses[b].casts += places
+            case Collective(bucket=b) as op if b:
                 uses[b].of_collective(op).extend(places)
             case _:
                 pass
@@ -186,6 +197,12 @@ class _BucketOnRole:
         added = use.folds if bucket.shard.grads else use.accumulations
         if bucket.shard.optim:
             self._check_gathers(bucket.gather[bucket.roles.index(self.role.role)])
+        if bucket.casts:
+            self._check_cast(added)
+            self._check_update(None)
+            return
+        if use.casts:
+            self.add("R24-reduction", "is cast, and it is reduced in place", use.casts[0][0])
         complete: int | None = None
         if bucket.shard.optim and not bucket.shard.grads:
             channel = bucket.scatter[bucket.roles.index(self.role.role)]
@@ -217,6 +234,7 @@ class _BucketOnRole:
             *use.accumulations,
             *use.reductions,
             *use.scatters,
+            *use.casts,
             *use.folds,
             *use.norms,
             *use.updates,
@@ -247,6 +265,26 @@ class _BucketOnRole:
                     use[0],
                 )
                 break
+
+    def _check_cast(self, added: list[UsePosition]) -> None:
+        """Check that kept gradients are cast once for their reduction, after the last that is added to them.
+
+        The fold of the sum over ranks then comes after it; R32 follows it from value to value.
+        """
+        bucket, use = self.bucket, self.use
+        wanted = int(reduces_kept(bucket))
+        for place in [*use.scatters, *use.reductions]:
+            text = f"is reduced in place, in {bucket.accumulate_dtype}; {bucket.reduce_dtype} is expected"
+            self.add("R24-reduction", text, place[0])
+        if len(use.casts) != wanted:
+            again = use.casts[1][0] if len(use.casts) > 1 else -1
+            text = f"is cast {len(use.casts)} times for its reduction; {wanted} is expected"
+            self.add("R24-reduction", text, again)
+        elif wanted:
+            late = [place for place in added if place > use.casts[0]]
+            if len(late) > int(bool(bucket.shard.grads)):  # one fold is that of the sum itself
+                text = f"is accumulated into by instruction {late[0][0]}, after its cast for the reduction"
+                self.add("R24-reduction", text, use.casts[0][0])
 
     def _check_reductions(
         self, found: list[UsePosition], channel: str, kind: str, last: int

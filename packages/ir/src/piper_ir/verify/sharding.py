@@ -9,7 +9,8 @@ import numpy as np
 
 from piper_ir.plan.instr_table import PartTemplate
 from piper_ir.plan.plan import Bucket, Channel, Plan
-from piper_ir.program.ops import Collective, Compute, Fold, Fresh, Op
+from piper_ir.program.collectives import law_of
+from piper_ir.program.ops import Cast, Collective, Compute, Fold, Fresh, Op
 from piper_ir.verify.columns import HappensBefore, flags
 from piper_ir.verify.rules import Findings
 from piper_ir.verify.training import ALIGNMENT
@@ -101,9 +102,18 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Buffer:
-    """Hold the uses of one gradient buffer by one role, by index of the instruction."""
+    """Hold the uses of one gradient buffer by one role, by index of the instruction.
+
+    Attributes:
+        bucket: the bucket whose gradients it holds.
+        steps: the collectives that reduce it, one after the other, each a kind and a channel.
+        adds: the steps of chunks that add to it.
+        scatters: the collectives that there are.
+        folds: the folds of their results.
+    """
 
     bucket: str
+    steps: tuple[tuple[str, str], ...]
     adds: list[int] = field(default_factory=list)
     scatters: list[int] = field(default_factory=list)
     folds: list[int] = field(default_factory=list)
@@ -121,11 +131,13 @@ class _SharedValues:
         self.gathered: Named = {}
         self.copies: Named = {}  # of parameters, or of shards of them, from the host
         self.buffers: dict[int, _Buffer] = {}
-        self.sums: dict[int, int] = {}  # output of a scatter -> its buffer
+        self.sums: dict[
+            int, tuple[int, int]
+        ] = {}  # value -> its buffer, and the steps that are done
 
     def check(self) -> None:
         """Add the violations of the role."""
-        for index, part, row in self._rows(lambda p: isinstance(p.op, Collective | Fresh)):
+        for index, part, row in self._rows(lambda p: isinstance(p.op, Collective | Fresh | Cast)):
             self._follow(index, part.op, row)
         for index, part, row in self._rows(self._concerns):
             if isinstance(part.op, Fold):
@@ -172,9 +184,13 @@ class _SharedValues:
             case Collective(bucket=bucket) if bucket:
                 self._gather(index, bucket, reads)
                 self.gathered |= dict.fromkeys(writes, bucket)
-            case Fresh(bucket=bucket):
-                self.buffers[writes[0]] = _Buffer(bucket)
-            case Collective() if reads[0] in self.buffers:
+            case Fresh(bucket=bucket) | Cast(bucket=bucket) if not reads:
+                steps = self._steps(bucket, kept=isinstance(op, Cast))
+                self.buffers[writes[0]] = _Buffer(bucket, steps)
+                self.sums[writes[0]] = writes[0], 0
+            case Cast(bucket=bucket):
+                self._cast(index, bucket, reads[0], writes[0])
+            case Collective() if reads[0] in self.sums:
                 self._scatter(index, op, reads[0], writes[0])
             case _:
                 pass
@@ -186,23 +202,46 @@ class _SharedValues:
             text = f"it gathers {bucket} from {', '.join(map(self._name, reads))}, which is no copy of its shard"
             self.findings.add("R31-gathered", text, self.role, index)
 
-    def _scatter(self, index: int, op: Collective, value: int, result: int) -> None:
-        bucket = self.findings.plan.bucket(self.buffers[value].bucket)
-        channel = (
-            bucket.scatter[bucket.roles.index(self.role.role)]
-            if self.role.role in bucket.roles
-            else ""
-        )
-        if op.kind != "reduce_scatter" or op.channel != channel:
-            given = f"{self._name(value)} is given to {op.law.name} on channel {op.channel}"
-            text = f"{given}; ReduceScatter on {channel} is expected"
+    def _steps(self, id: str, *, kept: bool) -> tuple[tuple[str, str], ...]:
+        """Return the collectives that reduce a buffer of a bucket's gradients, or the cast of kept gradients."""
+        bucket = self.findings.plan.bucket(id)
+        if self.role.role not in bucket.roles:
+            return ()
+        scatters = bucket.scatter[bucket.roles.index(self.role.role) :][:1]
+        scattered = [] if kept and bucket.shard.grads else [("reduce_scatter", c) for c in scatters]
+        reduced = [("all_reduce", bucket.channel)] if kept and bucket.channel else []
+        return (*scattered, *reduced)
+
+    def _cast(self, index: int, bucket: str, value: int, result: int) -> None:
+        """Check the cast of a buffer."""
+        buffer, done = self.sums.get(value, (-1, 0))
+        if buffer < 0 or self.buffers[buffer].bucket != bucket or done:
+            text = f"it casts {self._name(value)}, which is no buffer of gradients of {bucket}"
             self.findings.add("R32-contributions", text, self.role, index)
-        self.buffers[value].scatters.append(index)
-        self.sums[result] = value
+        else:
+            self.sums[result] = buffer, done
+
+    def _scatter(self, index: int, op: Collective, value: int, result: int) -> None:
+        number, done = self.sums[value]
+        buffer = self.buffers[number]
+        bucket = self.findings.plan.bucket(buffer.bucket)
+        kind, channel = buffer.steps[done] if done < len(buffer.steps) else ("", "")
+        if (op.kind, op.channel) != (kind, channel):
+            given = f"{self._name(value)} is given to {op.law.name} on channel {op.channel}"
+            wanted = f"{law_of(kind).name} on {channel}" if kind else "nothing"
+            text = f"{given}; {wanted} is expected"
+            self.findings.add("R32-contributions", text, self.role, index)
+        spec = self.findings.plan.kinds[self._name(value)][0] if bucket.casts else None
+        if spec is not None and (dtype := spec.dtype) != bucket.reduce_dtype:
+            text = f"{self._name(value)} is reduced in {dtype}; {bucket.reduce_dtype} is expected"
+            self.findings.add("R32-contributions", text, self.role, index)
+        buffer.scatters.append(index)
+        self.sums[result] = number, done + 1
 
     def _fold(self, index: int, bucket: str, value: int) -> None:
-        buffer = self.buffers.get(self.sums.get(value, -1))
-        if buffer is None or buffer.bucket != bucket:
+        number, done = self.sums.get(value, (-1, 0))
+        buffer = self.buffers.get(number)
+        if buffer is None or buffer.bucket != bucket or done < len(buffer.steps):
             description = (
                 "no sum of gradients"
                 if buffer is None
@@ -237,13 +276,15 @@ class _SharedValues:
 
     def _check_buffer(self, number: int, buffer: _Buffer) -> None:
         problem, index, value = "", -1, self._name(number)
-        if len(buffer.scatters) != 1:
-            problem = f"{value} is scattered {len(buffer.scatters)} times; once is expected"
+        if len(buffer.scatters) != len(buffer.steps):
+            times, wanted = len(buffer.scatters), len(buffer.steps)
+            expected = "once" if wanted == 1 else f"{wanted} times"
+            problem = f"{value} is reduced {times} times; {expected} is expected"
         elif len(buffer.folds) != 1:
             problem = f"the sum of {value} is folded {len(buffer.folds)} times; once is expected"
         elif late := [i for i in buffer.adds if not self.order.precedes(i, buffer.scatters[0])]:
             problem, index = (
-                f"it adds to {value}, which instruction {buffer.scatters[0]} scatters without waiting for it",
+                f"it adds to {value}, which instruction {buffer.scatters[0]} reduces without waiting for it",
                 late[0],
             )
         if problem:

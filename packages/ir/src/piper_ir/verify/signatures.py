@@ -11,6 +11,7 @@ from piper_ir.plan.plan import Category, is_state
 from piper_ir.program.collectives import FROM_HOST
 from piper_ir.program.ops import (
     Add,
+    Cast,
     Collective,
     Compute,
     Fold,
@@ -98,8 +99,8 @@ class Signatures:
                 writes = [self._batch[tensor]]
             case Seed() | Zeros() | SquaredNorm():
                 writes = [_scalar(op, first[0])]
-            case Fresh() | Fold():
-                reads, writes = self._gradients(op)
+            case Fresh() | Cast() | Fold():
+                reads, writes = self._gradients(op, bool(read))
             case Add():
                 reads, writes = first * max(1, len(read)), first
             case Send() | Recv():
@@ -115,12 +116,20 @@ class Signatures:
                 assert_never(op)
         return reads, writes
 
-    def _gradients(self, op: Fresh | Fold) -> tuple[list[TensorSpec], list[TensorSpec]]:
-        """Return the gradients of a bucket: a buffer that is written, or this rank's share of it, which is read."""
-        if isinstance(op, Fresh):
-            return [], [self._flat(op.bucket, "reduced")]
-        parts = self.plan.mesh.degree(self.plan.bucket(op.bucket).shard.grads)
-        return [self._flat(op.bucket, "reduced", parts)], []
+    def _gradients(
+        self, op: Fresh | Cast | Fold, buffered: bool
+    ) -> tuple[list[TensorSpec], list[TensorSpec]]:
+        """Return the gradients of a bucket that an op reads and writes: a buffer, kept ones, or this rank's share."""
+        shard, mesh = self.plan.bucket(op.bucket).shard, self.plan.mesh
+        match op:
+            case Fresh():
+                return [], [self._flat(op.bucket, "grad")]
+            case Cast() if buffered:
+                return [self._flat(op.bucket, "grad")], [self._flat(op.bucket, "reduced")]
+            case Cast():
+                return [], [self._flat(op.bucket, "reduced", mesh.degree(shard.grads))]
+            case Fold():
+                return [self._flat(op.bucket, "reduced", mesh.degree(shard.optim))], []
 
     def _flat(self, bucket: str, category: Category, parts: int = 1) -> TensorSpec:
         """Return the size of one of the parts of a bucket, as a value of a category."""

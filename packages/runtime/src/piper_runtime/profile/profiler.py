@@ -25,7 +25,17 @@ from piper_ir.ground.errors import ExecutionError
 from piper_ir.plan.plan import Part, Plan
 from piper_ir.plan.plan_bytes import PlanBytes
 from piper_ir.program.collectives import law_of
-from piper_ir.program.ops import COMM, Compute, Fold, Fresh, Load, SquaredNorm, Update, cost_op
+from piper_ir.program.ops import (
+    COMM,
+    Cast,
+    Compute,
+    Fold,
+    Fresh,
+    Load,
+    SquaredNorm,
+    Update,
+    cost_op,
+)
 from piper_ir.program.program import Step
 from piper_runtime.engine.core_shares import core_share
 from piper_runtime.engine.streams import PHASE, RUNNING, STEP, Heartbeat
@@ -264,10 +274,10 @@ class _Profiler:
                 run()
 
     def _on_buckets(self, plan: Plan, rank: int, job: RankJob) -> None:
-        """Measure a rank's ops on its buckets: updates, norms, buffers of gradients and their folds."""
+        """Measure a rank's ops on its buckets: updates, norms, buffers of gradients, their casts and folds."""
         bound = self._bound(plan, rank, job)
         traffic = PlanBytes(plan)
-        ops = SquaredNorm | Update | Fresh | Fold
+        ops = SquaredNorm | Update | Fresh | Cast | Fold
         parts = [p for instr in bound.role.program for p in instr.parts if isinstance(p.op, ops)]
         keys, runs = (
             [_key(p, bound, traffic) for p in parts],

@@ -6,7 +6,7 @@ Each has its value, the range that is physical, the value that was believed befo
     memory              fraction of the memory's bandwidth that kernels reach that read and write many bytes
     attention_forward   fraction of the 16-bit peak that attention reaches forward with long rows
     attention_backward  the same backward
-    launch_s            seconds of the host per kernel
+    launch_s            seconds of the host per kernel of a plan, in which a stack may call several functions
     intra               messages within a node, over the bandwidth that the device's file gives
     inter               messages between nodes, likewise
     hidden              share of the messages of tensor parallelism that run beside products

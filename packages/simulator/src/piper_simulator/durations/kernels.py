@@ -32,7 +32,7 @@ from piper_ir.program.program import Cost, Kernel, Step
 from piper_simulator.cluster.device import FLOAT8, Device
 from piper_simulator.cluster.kernel_table import SOURCES, Found, How
 from piper_simulator.durations.eager_launches import Launched, launched_by_torch
-from piper_simulator.durations.software_kernels import HALF, run_kernels
+from piper_simulator.durations.software_kernels import HALF, INSIDE, run_kernels
 
 _AT_PEAK = frozenset({"matmul", "attention"})
 TILES = ((128, 128), (128, 256), (256, 128))
@@ -79,12 +79,17 @@ def step_seconds(device: Device, cost: Cost, step: Step) -> float:
 
 
 def launch_count(device: Device, cost: Cost) -> int:
-    """Count the kernels that the host launches for a step of a chunk."""
+    """Count the kernels that the host launches for a step of a chunk.
+
+    A kernel that fills results is started by the call that allocates them, and a sum is a part of its product.
+    """
     if device.stack is None:
         return sum(k.count for k in cost.kernels)
     fused = {k.kind for k in cost.kernels if k.kind in device.stack.fused}
     return len(fused) + sum(
-        k.count * _launched(device, k).count for k in cost.kernels if k.kind not in fused
+        k.count * _launched(device, k).count
+        for k in cost.kernels
+        if k.kind not in fused and k.op not in INSIDE
     )
 
 

@@ -3,7 +3,8 @@
 A plan has a kernel for each operator of the model. Software joins them, or adds some:
 
     accumulate = "product"   a weight's gradient is added to its sum by the product that makes it (Megatron-LM,
-                             --gradient-accumulation-fusion): no kernel of its own adds it
+                             --gradient-accumulation-fusion): no kernel of its own adds it. The end of each of its
+                             tiles reads and writes the sum, behind the tile's FLOPs
     runs = "fused"           a run of element-wise kernels between other kernels is one kernel. Tensors between
                              them stay in registers, so that it reads and writes as much as the largest of them (of
                              the ones of 16 bit, if there are any: float32 is for tensors inside). A
@@ -31,6 +32,9 @@ from piper_simulator.cluster.stacks import Stack
 _SOFTMAX = frozenset({"_softmax", "_softmax_backward_data"})
 _DROPOUT = "native_dropout"
 _SCALE = "float8_scale"
+FILL, SUM = "fill", "sum of a product"
+INSIDE = frozenset({FILL, SUM})
+"""The names of kernels that no launch of their own starts."""
 HALF = frozenset({"bfloat16", "float16"})
 
 
@@ -38,7 +42,9 @@ def run_kernels(stack: Stack, kernels: Sequence[Kernel], step: Step) -> Sequence
     """Return the kernels that a stack runs for the kernels of a step."""
     if stack.runs == "fused" and step == "R" and all(k.kind == "elementwise" for k in kernels):
         return ()  # made again in the registers of the backward's kernels
+    sums: list[Kernel] = []
     if stack.accumulate == "product" and step == "W":
+        sums = [_sum_of_product(k) for k in kernels if k.op == "add"]
         kernels = [k for k in kernels if k.op != "add"]
     if stack.joined and step == "I":
         kernels = list(_residual_adds(kernels))
@@ -49,6 +55,7 @@ def run_kernels(stack: Stack, kernels: Sequence[Kernel], step: Step) -> Sequence
         kernels = [k for k in counted if k is not None]
     if stack.runs == "fused":
         kernels = list(_fused(stack, kernels))
+    kernels = [*kernels, *sums]
     if stack.fills:
         kernels = [k for one in kernels for k in (*_fill(stack, one, step), one)]
     return kernels
@@ -64,6 +71,14 @@ def _as_counted(stack: Stack, kernel: Kernel, step: Step) -> Kernel | None:
     if factor is None:
         return kernel
     return replace(kernel, bytes=round(bind(kernel.bytes, 0) * factor)) if factor else None
+
+
+def _sum_of_product(add: Kernel) -> Kernel:
+    """Return the bytes, as a kernel, that a product moves beside its own if it adds its result to a sum.
+
+    The kernel `add` reads and writes the sum and reads a gradient of 16 bit, which the other product has written.
+    """
+    return replace(add, bytes=max(0, bind(add.bytes, 0) - 4 * bind(add.flops, 0)), op=SUM)
 
 
 def _fill(stack: Stack, kernel: Kernel, step: Step) -> Iterator[Kernel]:
@@ -84,7 +99,7 @@ def _fill(stack: Stack, kernel: Kernel, step: Step) -> Iterator[Kernel]:
     else:
         rows, heads, queries, keys, width = (bind(d, 0) for d in kernel.dims)
         nbytes = item * rows * heads * width * (queries + 2 * keys if backward else queries)
-    yield Kernel("elementwise", (), kernel.dtype, 0, nbytes, kernel.count, op="fill")
+    yield Kernel("elementwise", (), kernel.dtype, 0, nbytes, kernel.count, op=FILL)
 
 
 def _residual_adds(kernels: Sequence[Kernel]) -> Iterator[Kernel]:

@@ -109,11 +109,11 @@ def _on_buckets(plan: Plan, role: RolePlan, op: Update) -> Updated:
     ]
     buckets = [plan.bucket(b) for b in op.buckets]
     for bucket in buckets:
-        if bucket.reduce_dtype != bucket.dtype:
+        if bucket.accumulate_dtype != bucket.dtype:
             grad_bytes = sizes["grad"][bucket.id]
             copies.append(
                 grad_bytes
-                + grad_bytes // ITEM_BYTES[bucket.reduce_dtype] * ITEM_BYTES[bucket.dtype]
+                + grad_bytes // ITEM_BYTES[bucket.accumulate_dtype] * ITEM_BYTES[bucket.dtype]
             )
     grad, state = sum(sizes["grad"].values()), sum(sizes["optim"].values())
     others = sum(s.nbytes for s in own_states if s.category == "grad") - grad

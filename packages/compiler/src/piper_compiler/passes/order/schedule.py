@@ -25,7 +25,7 @@ from piper_compiler.passes.steps.dependencies import Dependencies, cycle_error, 
 from piper_compiler.ports import signatures, steps_of
 from piper_ir.graph.graph import At, Coord, Graph, Node
 from piper_ir.ground.sizes import bind
-from piper_ir.program.ops import Collective, Compute, Recv
+from piper_ir.program.ops import COMM, Cast, Collective, Compute, Recv
 
 BACKWARD, FORWARD, WEIGHT, UPDATE = 0, 1, 2, 3
 """The priorities of the phases: a lower one goes first if there is a choice."""
@@ -110,6 +110,8 @@ class Scheduler:
             if backward:
                 left, key = self.roles[self.role_of[i]].left, self.group[i] % self.each
                 left[key] = left.get(key, 0) + 1
+        self.at_once = deps.column([isinstance(n.op, (*COMM, Cast)) for n in nodes])
+        """The nodes that start as soon as they can: messages, and casts of gradients that they wait for."""
         self.spans = deps.spans
         self.events: list[tuple[float, int, int]] = []
         self.sequence: list[int] = []
@@ -128,7 +130,7 @@ class Scheduler:
         over: list[int] = []
         for i, n in enumerate(waiting):
             if n == 0:
-                self._communicate(i, now, over) if self.deps.comm[i] else self._ready(i)
+                self._communicate(i, now, over) if self.at_once[i] else self._ready(i)
         while True:
             if dirty:
                 self._start(dirty, now)
@@ -143,7 +145,7 @@ class Scheduler:
             elif done == len(waiting) or not self._force(dirty):
                 break
         if done < len(waiting):
-            raise cycle_error(self.graph, self.deps, {i for i, n in enumerate(waiting) if n})
+            raise cycle_error(self.graph, self.deps, set(range(len(waiting))) - {*self.sequence})
         return self.sequence
 
     def _end(self, over: list[int], waiting: list[int], dirty: set[int], now: float) -> None:
@@ -154,14 +156,14 @@ class Scheduler:
             waiting: how many nodes each node waits for.
             dirty: collects the roles that may have something new to do.
         """
-        after, comm, backward, role_of = (
+        after, at_once, backward, role_of = (
             self.deps.after,
-            self.deps.comm,
+            self.at_once,
             self.backward,
             self.role_of,
         )
         for i in over:
-            if not comm[i]:
+            if not at_once[i]:
                 role = self.roles[role_of[i]]
                 role.busy = False
                 dirty.add(role_of[i])
@@ -171,7 +173,7 @@ class Scheduler:
                 waiting[j] -= 1
                 if waiting[j]:
                     continue
-                if comm[j]:
+                if at_once[j]:
                     self._communicate(j, now, over)
                 else:
                     self._ready(j)

@@ -34,7 +34,7 @@ class _Kind:
     """Hold the common properties of the parameters of one bucket.
 
     Attributes:
-        dtypes: the dtypes of the update, of forward and backward, and of gradients; "" if it is the first.
+        dtypes: the dtypes as `Training.bucket_dtypes` returns them.
         unit: the stage whose gradients complete them, if a bucket must not join stages: its gathered parameters or
             gradients would be held for both.
         parts: the axes along which they are sharded.
@@ -44,7 +44,7 @@ class _Kind:
     """
 
     roles: tuple[str, ...]
-    dtypes: tuple[str, str, str]
+    dtypes: tuple[str, str, str, str]
     group: int
     limit: int
     policy: Replication
@@ -75,12 +75,12 @@ def make_buckets(edit: Editor, training: Training) -> None:
     hosted, away = _users_alike(edit, edit.hosted), _users_alike(edit, edit.away)
     for param, policy, stage in _by_completion(edit):
         roles = roles_of[param.name]
-        dtypes = training.bucket_dtypes(param)
         chosen = policy
-        policy = _of_param(policy, edit.graph.program, param, dtypes[1] or dtypes[0])
+        policy = _of_param(policy, edit.graph.program, param)
         moved = param.name in away and _moves(edit, param, chosen, policy)
         group = training.group_of.get(param.name, 0)
         reduced = len(roles) > 1 or bool(policy.over or param.summed)
+        dtypes = training.bucket_dtypes(param, reduced)
         limit = policy.bucket_bytes if reduced or moved else 2**62
         parts = tuple(sorted({p.axis for p in param.layout}))
         unit = stage if policy.shard.grads or moved else None
@@ -156,7 +156,7 @@ def _shared(policy: Replication) -> Replication:
     return replace(policy, applied=-1, resident_bytes=0, reduced_bytes=0, prefetch=0, whole_bytes=0)
 
 
-def _of_param(policy: Replication, program: Program, param: Param, compute: str) -> Replication:
+def _of_param(policy: Replication, program: Program, param: Param) -> Replication:
     """Return the policy without the axes along which a parameter's gradient is not summed.
 
     A parameter of at most `whole_bytes` in the dtype of forward and backward is not sharded itself.
@@ -169,7 +169,7 @@ def _of_param(policy: Replication, program: Program, param: Param, compute: str)
         tuple(a for a in axes if a in over or a in param.summed)
         for axes in (policy.shard.params, policy.shard.grads, policy.shard.optim)
     )
-    if bind(param.spec.numel, 0) * ITEM_BYTES[compute] <= policy.whole_bytes:
+    if bind(param.spec.numel, 0) * ITEM_BYTES[param.spec.dtype] <= policy.whole_bytes:
         params = ()
     shard = Shards(params, grads, optim)
     unchanged = (over, shard) == (policy.over, policy.shard)
@@ -249,10 +249,11 @@ def _add(edit: Editor, id: str, kind: _Kind, members: list[Param]) -> None:
             for role in sharers
         ]
     )
-    dtype, compute, reduce = kind.dtypes
+    dtype, compute, reduce, accumulate = kind.dtypes
     edit.buckets[id] = Bucket(
         id, tuple(p.name for p in members), tuple(offsets), numel, dtype, roles, axes, kind.group, channel,
         shard, gather, scatter, compute, reduce, kind.parts, kind.host, kind.away,
+        accumulate,
     )  # fmt: skip
 
 

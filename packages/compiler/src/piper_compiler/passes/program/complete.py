@@ -12,6 +12,7 @@ from itertools import pairwise
 from piper_compiler.directives.split import split_all
 from piper_compiler.passes.program.buckets import make_buckets
 from piper_compiler.passes.program.moves import check_exchanges, exchange
+from piper_compiler.passes.program.reductions import order_messages, reduce, share
 from piper_compiler.request import Training
 from piper_ir.graph.graph import Editor, Graph, Node
 from piper_ir.graph.graph_parts import on_role
@@ -26,7 +27,6 @@ from piper_ir.program.ops import (
     Add,
     Collective,
     Compute,
-    Fold,
     Send,
     SquaredNorm,
     Update,
@@ -50,8 +50,8 @@ def complete(graph: Graph, training: Training) -> Graph:
     edit = exchange(graph).edit()
     make_buckets(edit, training)
     _meet_inside(edit)
-    _share(edit)
-    _reduce(edit)
+    share(edit)
+    reduce(edit)
     total = _loss_weight(edit) if graph.program.loss_kind == "sum" else {}
     norm = _gradient_norm(edit) if training.normed else {}
     for role in edit.roles:
@@ -62,6 +62,7 @@ def complete(graph: Graph, training: Training) -> Graph:
         update = Update(bucket_ids, bool(total), training.clip, held, training.scaled, hosted)
         edit.add(Node(f"update#{role}", update, {"phase": "U", "op": "update"}, reads, (), role))
     _order_buffers(edit)
+    order_messages(edit)
     return edit.done()
 
 
@@ -84,7 +85,7 @@ def _update_bytes(edit: Editor, held: tuple[str, ...], training: Training) -> in
     cast = sum(
         _updated(edit, b, training) * ITEM_BYTES[b.dtype]
         for b in buckets
-        if b.reduce_dtype != b.dtype
+        if b.accumulate_dtype != b.dtype
     )
     own = [replace(b, numel=b.numel // edit.graph.mesh.degree(b.shard.optim)) for b in buckets]
     return cast + training.update_bytes(own)
@@ -262,63 +263,6 @@ def _meet_inside(edit: Editor) -> None:
             )
 
 
-def _share(edit: Editor) -> None:
-    """Add the all-gathers, reduce-scatters and folds of states that ranks shard.
-
-    If states are sharded and parameters are not, the parameters are all-gathered once, at the start of a step: in the
-    order of their first use, which is the reverse order of buckets. Whole gradients are reduce-scattered once they are
-    complete. If gradients are sharded, the last fold of a bucket is a node too; `residency` adds the others.
-    """
-    for bucket in reversed(list(edit.buckets.values())):
-        if bucket.shard.optim and not bucket.shard.params:
-            for role, channel in zip(bucket.roles, bucket.gather, strict=True):
-                _on_bucket(edit, "gather", bucket, role, channel)
-    for bucket in list(edit.buckets.values()):
-        for role, channel in zip(bucket.roles, bucket.scatter, strict=bool(bucket.scatter)):
-            if bucket.shard.grads:
-                fold: dict[str, int | str] = {"phase": "U", "op": "fold", "bucket": bucket.id}
-                edit.add(Node(f"fold.{bucket.id}#{role}", Fold(bucket.id), fold, (), (), role))
-            else:
-                _on_bucket(edit, "scatter", bucket, role, channel)
-
-
-_ON_BUCKETS = {
-    "gather": ("all_gather", "F"),
-    "scatter": ("reduce_scatter", "B"),
-    "reduce": ("all_reduce", "B"),
-}
-"""The collectives on whole buckets, by the name of their nodes: the kind, and the phase."""
-
-
-def _on_bucket(edit: Editor, name: str, bucket: Bucket, role: str, channel: str) -> None:
-    """Add a collective of `_ON_BUCKETS` to a role."""
-    kind, phase = _ON_BUCKETS[name]
-    coords: dict[str, int | str] = {
-        "phase": phase,
-        "op": kind.replace("_", ""),
-        "bucket": bucket.id,
-    }
-    stream = edit.channels[channel].stream_on(role)
-    edit.add(
-        Node(
-            f"{name}.{bucket.id}#{role}",
-            Collective(kind, channel, bucket.id),
-            coords,
-            (),
-            (),
-            role,
-            stream,
-        )
-    )
-
-
-def _reduce(edit: Editor) -> None:
-    """Add one all-reduce per bucket and holder, for buckets that several ranks keep replicated."""
-    for bucket in list(edit.buckets.values()):
-        for role in bucket.roles if bucket.channel else ():
-            _on_bucket(edit, "reduce", bucket, role, bucket.channel)
-
-
 def _sum_over_roles(
     edit: Editor, name: str, local: Mapping[str, str], over: tuple[str, ...], spec: TensorSpec
 ) -> dict[str, str]:
@@ -438,7 +382,7 @@ def _gradient_norm(edit: Editor) -> dict[str, str]:
     sum is over roles at each data-parallel coordinate, and over the ranks that share buckets, the work of chunks or
     experts.
     """
-    wide = any(b.reduce_dtype == "float64" for b in edit.buckets.values())
+    wide = any(b.accumulate_dtype == "float64" for b in edit.buckets.values())
     spec = TensorSpec((), "float64" if wide else "float32")
     over = tuple(
         a

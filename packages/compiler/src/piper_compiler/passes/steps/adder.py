@@ -72,13 +72,18 @@ class Adder:
         self.replaced: dict[int, Node] = {}
         self.moved: set[int] = set()
         self.folds = {
-            (n.op.bucket, n.role): k for k, n in enumerate(deps.nodes) if isinstance(n.op, Fold)
+            (n.op.bucket, n.role): k
+            for k, n in enumerate(deps.nodes)
+            if isinstance(n.op, Fold) and not n.reads
         }
 
-    def value(self, id: str, numel: int, bucket: Bucket, category: Category) -> str:
-        """Declare a value that holds a flat tensor of a bucket."""
+    def value(
+        self, id: str, numel: int, bucket: Bucket, category: Category, dtype: str = ""
+    ) -> str:
+        """Declare a value that holds a flat tensor of a bucket, in the dtype of its category unless one is given."""
         if id not in self.edit.values:
-            self.edit.value(id, TensorSpec((numel,), bucket.dtype_of(category)), category)
+            spec = TensorSpec((numel,), dtype or bucket.dtype_of(category))
+            self.edit.value(id, spec, category)
         return id
 
     def host_channel(self, kind: str, role: str) -> str:

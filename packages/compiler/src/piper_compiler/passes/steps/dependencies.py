@@ -20,7 +20,17 @@ from piper_ir.graph.graph import At, Graph, Node
 from piper_ir.graph.graph_parts import Replication, common
 from piper_ir.ground.errors import CompileError
 from piper_ir.ground.node_ids import compute_id, send_id
-from piper_ir.program.ops import COMM, Collective, Compute, Fold, Recv, Send, SquaredNorm, Update
+from piper_ir.program.ops import (
+    COMM,
+    Cast,
+    Collective,
+    Compute,
+    Fold,
+    Recv,
+    Send,
+    SquaredNorm,
+    Update,
+)
 from piper_ir.program.program import Program
 
 Fact = TypeVar("Fact")
@@ -317,9 +327,11 @@ class _StateEdges:
             match node.op:
                 case Collective(bucket=bucket) if bucket and node.op.law.state == "param":
                     self.gathers[bucket, node.role] = i
-                case Collective(bucket=bucket) | Fold(bucket=bucket) if bucket:
+                case Collective(bucket=bucket) | Cast(bucket=bucket) | Fold(bucket=bucket) if (
+                    bucket
+                ):
                     self.before[i] = self.complete.get((bucket, node.role), [])
-                    if bucket in alone and isinstance(node.op, Collective):
+                    if bucket in alone and isinstance(node.op, Collective | Cast):
                         self.before[i] = [*self.before[i], *computes.get(node.role, ())]
                     self.complete[bucket, node.role] = [i]
             if not isinstance(node.op, (*COMM, Update)):
@@ -365,13 +377,19 @@ MOST_WAITS = 3
 
 def cycle_error(graph: Graph, deps: Dependencies, stuck: set[int]) -> CompileError:
     """Return the error for nodes that can never start: one cycle among them, with the directive of each order edge."""
-    at = min(stuck)
+    after = deps.target[np.isin(deps.source, int_array(stuck))]
+    waiting: list[int] = np.unique(after).tolist()
+    at = waiting[0]
     path: list[int] = []
     seen: dict[int, int] = {}
     while at not in seen:
         seen[at] = len(path)
         path.append(at)
-        at = next(j for j in deps.source[deps.target == at].tolist() if j in stuck)
+        sources: list[int] = deps.source[deps.target == at].tolist()
+        before = next((j for j in sources if j in stuck), None)
+        # a collective that waits for nothing waits for another of its members
+        op = deps.node(at).op
+        at = next(j for j in waiting if deps.node(j).op == op) if before is None else before
     cycle = [*path[seen[at] :], at]
     waits: list[str] = []
     directives: dict[int, int] = {}
@@ -411,6 +429,8 @@ def _reason_of_span(graph: Graph, deps: Dependencies, later: int) -> str:
 def _reason(a: Node, b: Node) -> str:
     if isinstance(b.op, Recv):
         return "it receives what that sends"
+    if a.op == b.op and isinstance(b.op, Collective):
+        return "the two are one message"
     return (
         "it needs its result"
         if set(a.writes) & set(b.reads)

@@ -65,7 +65,7 @@ def positions(
     np.maximum.at(need, c.target, task[c.source])
     reader, need = reader[nodes], need[nodes] + 1
     wanted = np.where(receive, np.maximum(reader - early, 0), need)
-    latest = np.where(receive, reader, np.where(patient, NEVER, need))
+    latest = np.where(receive | patient, reader, need)
 
     counts = np.bincount(c.role[nodes], minlength=len(graph.roles))
     apart = c.each(_copies(n) for n in deps.nodes)[nodes] > 0

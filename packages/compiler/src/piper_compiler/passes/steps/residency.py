@@ -6,6 +6,7 @@ behind scheduling, each next to the compute that it belongs to:
     copy      this rank's parameters of a bucket from the host, if they are there; a gather reads it if they are a shard
     gather    all parameters of a bucket, `prefetch` uses ahead of their first use in a window; F and I use them
     fresh     a buffer for all gradients of a bucket, right before the first who adds to it in a window
+    cast      the buffer in the dtype of reductions, if it is summed in another one
     scatter   the buffer's sum over ranks, each shard to the rank that keeps it, right after the last who adds
     fold      adds that shard to the rank's own, once the scatter should have ended, so that nothing waits for it
 """
@@ -27,7 +28,7 @@ from piper_ir.ground.errors import CompileError
 from piper_ir.ground.sizes import ITEM_BYTES
 from piper_ir.plan.plan import Bucket, Category
 from piper_ir.program.collectives import FROM_HOST
-from piper_ir.program.ops import Collective, Compute, Fold, Fresh, Op
+from piper_ir.program.ops import Cast, Collective, Compute, Fold, Fresh, Op
 from piper_ir.program.program import Chunk, Signature
 
 
@@ -117,7 +118,8 @@ class _Role:
     def add(self, starts: Sequence[float], seconds: Sequence[float]) -> None:
         """Add everything that the role's buckets need."""
         gathered = {b.id: b.numel * ITEM_BYTES[b.compute_dtype] for b in self.buckets}
-        reduced = {b.id: b.numel * ITEM_BYTES[b.reduce_dtype] for b in self.buckets}
+        reduced = {b.id: b.numel * ITEM_BYTES[b.accumulate_dtype] for b in self.buckets}
+        sent = {b.id: b.numel * ITEM_BYTES[b.reduce_dtype] for b in self.buckets}
         touched = [self.uses.of(op) for op in self.ops]
         at = [k for k, (read, _) in enumerate(touched) if read]
         for window in windows([touched[k][0] for k in at], gathered, self._room("resident_bytes")):
@@ -131,7 +133,7 @@ class _Role:
         for n, window in enumerate(by_end):
             k = at[window.uses[-1]]
             ends = starts[self.order[k]] + seconds[self.order[k]]
-            free = max(ends, free) + reduced[window.bucket] / LINK
+            free = max(ends, free) + sent[window.bucket] / LINK
             place = self._place(k, free, starts)
             if n + 1 < len(
                 by_end
@@ -224,23 +226,35 @@ class _Role:
         (buffer,) = fresh.writes
         adder.before.setdefault(first, []).append(adder.add(fresh, mb))
         self._hold("reduced", window, at, buffer)
-        id, mb = self._named("scatter", window, at, whole=final)
-        known = adder.new.get(id)
-        node = self._scatter_node(id, window, first, buffer) if known is None else known.node
-        scatter = adder.add(node, mb)
-        adder.after.setdefault(self.order[last], []).append(scatter)
-        adder.edges.append((self.order[last], scatter))
+        before = self.order[last]
+        for kind, make in [("cast", self._cast_node)] * self._bucket(window)[0].casts + [
+            ("scatter", self._scatter_node)
+        ]:
+            id, mb = self._named(kind, window, at, whole=final)
+            known = adder.new.get(id)
+            node = make(id, window, first, buffer) if known is None else known.node
+            scatter = adder.add(node, mb)
+            adder.after.setdefault(self.order[last], []).append(scatter)
+            adder.edges.append((before, scatter))
+            before, buffer = scatter, node.writes[0]
         if not self.policy[window.bucket].overlap and last + 1 < len(self.order):
             adder.edges.append((scatter, self.order[last + 1]))
             place = last + 1
-        self._fold(window, at, scatter, node.writes[0], place, final=final)
+        self._fold(window, at, scatter, buffer, place, final=final)
 
     def _fresh_node(self, id: str, window: CacheWindow, first: int) -> Node:
         bucket, _ = self._bucket(window)
-        buffer = self.adder.value(f"{id}:whole", bucket.numel, bucket, "reduced")
+        dtype = bucket.accumulate_dtype
+        buffer = self.adder.value(f"{id}:whole", bucket.numel, bucket, "reduced", dtype)
         return Node(
             id, Fresh(bucket.id), self._coords("fresh", bucket.id, first), (), (buffer,), self.role
         )
+
+    def _cast_node(self, id: str, window: CacheWindow, first: int, buffer: str) -> Node:
+        bucket, _ = self._bucket(window)
+        cast = self.adder.value(f"{id}:whole", bucket.numel, bucket, "reduced")
+        coords = self._coords("cast", bucket.id, first)
+        return Node(id, Cast(bucket.id), coords, (buffer,), (cast,), self.role)
 
     def _scatter_node(self, id: str, window: CacheWindow, first: int, buffer: str) -> Node:
         bucket, r = self._bucket(window)

@@ -22,7 +22,7 @@ from piper_ir.fold.timing import Prepared, sweep
 from piper_ir.plan.instr_table import InstrTable, InstrTemplate, PartTemplate
 from piper_ir.plan.plan import COMPUTE
 from piper_ir.program.collectives import HOST_COPIES, TO_HOST
-from piper_ir.program.ops import Collective, Fresh
+from piper_ir.program.ops import Cast, Collective, Fresh
 
 _Like = int | tuple[int, HeldValues]
 """A node, with the values that it holds in place of states, if any."""
@@ -297,7 +297,7 @@ class Drafted:
         values, makers = [int_array(())], [int_array(())]
         for template, instrs in self.instrs:
             for m in template.made if template.stream == COMPUTE else ():
-                if isinstance(m.part.op, Fresh):
+                if isinstance(m.part.op, Fresh) or (isinstance(m.part.op, Cast) and m.reads):
                     v = m.writes[0]
                     values.append(
                         v + np.where(self.whole[v // self.count], 0, np.maximum(self.mb[instrs], 0))

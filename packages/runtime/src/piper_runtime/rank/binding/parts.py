@@ -16,6 +16,7 @@ from piper_ir.plan.plan import HOST, Part, is_state
 from piper_ir.program.ops import (
     KEEP_ALL,
     Add,
+    Cast,
     Collective,
     Compute,
     Fold,
@@ -62,6 +63,8 @@ def bind_part(part: Part, rank: RankState) -> Thunk:
             run = _squared_norm(part, part.op, rank)
         case Fresh():
             run = _fresh(part, rank)
+        case Cast():
+            run = _cast(part, part.op, rank)
         case Fold():
             run = _fold(part, part.op, rank)
         case Update():
@@ -263,6 +266,23 @@ def _fresh(part: Part, rank: RankState) -> Thunk:
         values[target] = torch.zeros(shape, dtype=dtype, device=device)
 
     return fresh
+
+
+def _cast(part: Part, op: Cast, rank: RankState) -> Thunk:
+    values, target, kept = rank.store.values, part.writes[0], rank.store.flat_grads[op.bucket]
+    _, dtype = empty_value(rank.plan, target)
+
+    def cast_kept() -> None:
+        values[target] = kept.to(dtype)
+        kept.zero_()
+
+    def cast() -> None:
+        values[target] = values[source].to(dtype)
+
+    if not part.reads:
+        return cast_kept
+    source = part.reads[0]
+    return cast
 
 
 def _fold(part: Part, op: Fold, rank: RankState) -> Thunk:

@@ -36,8 +36,8 @@ class Precision:
         params: the dtype of parameters as the optimizer, a state_dict and the user see them, and of optimizer state.
         compute: the dtype of parameters in forward and backward, of activations, and of floating-point batch tensors;
             None for that of `params`.
-        reduce: the dtype of sums of gradients, over microbatches and in reductions over ranks; None for that of
-            `params`.
+        reduce: the dtype in which gradients are reduced over ranks; None for that of `params`.
+        accumulate: the dtype in which a rank sums its gradients over microbatches; None for that of `reduce`.
         keep: pattern of parameter names, such as "*.router.*" -> the dtype of these parameters in forward and backward,
             instead of `compute`. The first pattern that matches counts.
         loss_scale: how the loss is scaled before the backward; a number is a fixed scale. None: `LossScale()` if
@@ -51,9 +51,10 @@ class Precision:
     keep: Mapping[str, str] = field(default_factory=dict, hash=False)
     loss_scale: LossScale | float | None = None
     float8: Float8 | str | None = None
+    accumulate: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("params", "compute", "reduce"):
+        for name in ("params", "compute", "reduce", "accumulate"):
             value = getattr(self, name)
             if value not in DTYPES and not (value is None and name != "params"):
                 raise JobError(dtype_problem(name, value, DTYPES))
@@ -121,6 +122,11 @@ class Precision:
         return DTYPES[self.reduce or self.params]
 
     @property
+    def accumulate_dtype(self) -> torch.dtype:
+        """Return torch's dtype of `accumulate`."""
+        return DTYPES[self.accumulate] if self.accumulate else self.reduce_dtype
+
+    @property
     def batch_dtype(self) -> torch.dtype:
         """Return torch's dtype of targets, and of other batch tensors that are not cast to `compute`."""
         return torch.promote_types(self.dtype, torch.float32)
@@ -128,8 +134,8 @@ class Precision:
     @property
     def sums_in(self) -> torch.dtype | None:
         """Return the dtype of gradient accumulators; None if forward and backward use it for every parameter."""
-        alike = {self.compute_dtype, *self.kept.values()} == {self.reduce_dtype}
-        return None if alike else self.reduce_dtype
+        alike = {self.compute_dtype, *self.kept.values()} == {self.accumulate_dtype}
+        return None if alike else self.accumulate_dtype
 
     @property
     def kept(self) -> dict[str, torch.dtype]:
@@ -146,14 +152,14 @@ class Precision:
         """Return how the loss is scaled; None if it is not."""
         if isinstance(self.loss_scale, float | int):
             return LossScale.fixed(self.loss_scale)
-        narrow = "float16" in (self.compute, self.reduce, *self.keep.values())
+        narrow = "float16" in (self.compute, self.reduce, self.accumulate, *self.keep.values())
         return self.loss_scale or (LossScale() if narrow else None)
 
     @property
     def key(self) -> str:
         """Return the text of everything that a capture depends on."""
         more = f" {self.float8}" if self.float8 is not None else ""
-        return f"{self.compute_dtype} {self.reduce_dtype} {self.batch_dtype} {list(self.keep.items())}{more}"
+        return f"{self.compute_dtype} {self.accumulate_dtype} {self.batch_dtype} {list(self.keep.items())}{more}"
 
 
 class PrecisionField:

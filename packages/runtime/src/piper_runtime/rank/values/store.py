@@ -82,7 +82,9 @@ class Store:
         return part
 
     def _add_bucket(self, bucket: Bucket) -> None:
-        compute, reduce = (getattr(torch, d) for d in (bucket.compute_dtype, bucket.reduce_dtype))
+        compute, summed = (
+            getattr(torch, d) for d in (bucket.compute_dtype, bucket.accumulate_dtype)
+        )
         shard, shapes = bucket.shard, self._shapes(bucket)
         size = bucket.numel // self._mesh.degree(shard.optim)
         master = self._initial_part(
@@ -98,7 +100,7 @@ class Store:
         if not bucket.mastered:
             master = own
         kept = self._mesh.degree(shard.grads)
-        grads = torch.zeros(bucket.numel // kept, dtype=reduce, device=self.device)
+        grads = torch.zeros(bucket.numel // kept, dtype=summed, device=self.device)
         self.own_masters[bucket.id] = master
         if not shard.optim:
             self.masters |= bucket_views(bucket, master, shapes)
