@@ -146,11 +146,15 @@ def test_a_kept_capture_gives_its_warnings_again(counted: Mock, again: Callable[
 def test_what_was_asked_for_later_is_kept_too(
     counted: Mock, again: Callable[[], None], folder: Path
 ) -> None:
+    rows = piper.recipes.one_f_one_b(pp=1, microbatches=8)  # one each
     forms = [
         SPLIT,
         piper.Strategy(
             piper.Mesh(pp=2),
             [*piper.recipes.one_f_one_b(pp=2, microbatches=2), piper.recompute(piper.where())],
+        ),
+        piper.Strategy(
+            piper.Mesh(tp=2), [piper.shard(piper.where()), *rows, piper.recompute(piper.where())]
         ),
         piper.Strategy(piper.Mesh(tp=2), [piper.shard(piper.where())]),
         piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=1)),

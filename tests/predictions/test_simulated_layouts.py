@@ -15,10 +15,14 @@ from typer.testing import CliRunner
 
 import piper
 from piper import Mesh, Strategy, models, recipes
+from piper.api.captures.capturing import captured_job, program_at, rewritten
 from piper.api.problems.tuning_problem import Conditions, problem_of
 from piper.cli import app
 from piper.views.explained.exchanges import exchanges
+from piper_autotune.scoring.evaluators import Here
+from piper_autotune.scoring.scoring import Scored
 from piper_autotune.space.problem import Programs, wanted_by
+from piper_autotune.space.rules import PruningRules
 from piper_autotune.space.sketch import Sketches
 from piper_compiler import directive, site_field
 from piper_compiler.durations import LINK, InstructionSeconds, chunk_seconds, nominal
@@ -369,6 +373,27 @@ def test_bounds_of_shared_chunks_hold() -> None:
         least, _ = sketches.computing_s(strategy, sketch, rows)
         found = simulate(made, H100, contention=False)
         assert found.inside_comm_s < least <= found.period_s
+
+
+def test_candidates_of_one_row_need_no_program_at_any_rows() -> None:
+    """A program at one row is the same from traces there alone, and so is the score."""
+    problem, more = problem_of(job(), Conditions(H100))
+    programs = Programs(problem, more["at_rows"], more["under"])
+    kept = [piper.recompute(piper.where(), keep="inputs")]
+    strategy = Strategy(
+        Mesh(tp=2),
+        [*recipes.tensor_parallel(), *recipes.one_f_one_b(pp=1, microbatches=8), *kept],
+    )
+    wanted, captured = wanted_by(strategy, problem.program), captured_job(job())
+    fresh = replace(captured, shared={}, under={})
+    alone = program_at(rewritten(fresh, wanted.request, 1), 1)
+    assert alone == program_at(rewritten(captured, wanted.request), 1)
+    assert PruningRules(problem, programs).check(strategy, known_s=1e9) is None
+    here = Here(problem, programs)
+    found = here.result(here.submit(strategy))
+    assert set(programs.found) == {replace(wanted, rows=1)}
+    simulated = simulate(piper.compile(job(), strategy).plan, H100, contention=False)
+    assert isinstance(found, Scored) and found.period_s == simulated.period_s
 
 
 def test_explain_and_simulate_say_what_is_exchanged_inside_of_steps(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from packages.compiler.tests.compile_cases import SCHEDULES, RandomProgram, rand
 from piper_autotune import TuningProblem, Wanted
 from piper_autotune.scoring import scoring
 from piper_autotune.scoring.scoring import Refused, Scored, score
-from piper_compiler import CompileRequest, Lowered, Strategy, Training, compiled, recipes, synthetic
+from piper_compiler import CompileRequest, Lowered, Strategy, Training, lowered, recipes, synthetic
 from piper_ir.fold.memory import with_peaks
 from piper_ir.fold.timing import prepare
+from piper_ir.graph.graph import Graph
 from piper_ir.ground.errors import PlanError
 from piper_ir.ground.mesh import Mesh
 from piper_ir.plan.plan import Plan
@@ -35,9 +36,9 @@ CLUSTERS = (
 )
 
 
-def by_name(request: CompileRequest) -> Lowered:
+def by_name(graph: Graph, rows: int, request: CompileRequest) -> Lowered:
     """The plan with nothing but instructions by name, its peaks and waits found from those."""
-    plan = compiled(request)
+    plan = lowered(graph, rows, request)
     roles = tuple(
         [
             replace(r, program=tuple(r.program), peak_bytes=0, peak_by_category={})
@@ -54,7 +55,7 @@ def both(
     """The score, and that of the plan by name."""
     quick = score(of, chosen, {Wanted(rows): None})
     with monkeypatch.context() as patch:
-        patch.setattr(scoring, "compiled", by_name)
+        patch.setattr(scoring, "lowered", by_name)
         return quick, score(of, chosen, {Wanted(rows): None})
 
 
@@ -134,16 +135,43 @@ def test_a_candidate_whose_plan_breaks_a_rule_is_refused_by_the_engines_score(
 def test_negative_control_a_table_with_another_peak_scores_differently(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def wrong(request: CompileRequest) -> Lowered:
-        found = compiled(request)
+    def wrong(graph: Graph, rows: int, request: CompileRequest) -> Lowered:
+        found = lowered(graph, rows, request)
         roles = tuple([replace(r, peak_bytes=r.peak_bytes + 1) for r in found.plan.roles])
         return replace(found, plan=replace(found.plan, roles=roles))
 
-    monkeypatch.setattr(scoring, "compiled", wrong)
+    monkeypatch.setattr(scoring, "lowered", wrong)
     chosen = Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=2))
     quick = score(problem(), chosen, {Wanted(1): None})
-    monkeypatch.setattr(scoring, "compiled", by_name)
+    monkeypatch.setattr(scoring, "lowered", by_name)
     assert quick != score(problem(), chosen, {Wanted(1): None})
+
+
+def test_buckets_of_two_sizes_that_make_the_same_plan_are_lowered_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lowerings: list[Graph] = []
+
+    def counted(graph: Graph, rows: int, request: CompileRequest) -> Lowered:
+        lowerings.append(graph)
+        return lowered(graph, rows, request)
+
+    def scored(
+        bucket_mb: float, zero: int = 1, known: dict[object, Scored | Refused] | None = None
+    ) -> object:
+        shared = recipes.data_parallel(zero=zero, bucket_mb=bucket_mb)
+        made = Strategy(Mesh(pp=2, dp=2), [*recipes.gpipe(pp=2, microbatches=2), *shared])
+        return score(of, made, {Wanted(1): None}, known=known)
+
+    of = replace(problem(), global_batch=4)
+    known: dict[object, Scored | Refused] = {}
+    monkeypatch.setattr(scoring, "lowered", counted)
+    sizes = 100.0, 200.0, 1e-6
+    outcomes = [scored(mb, known=known) for mb in sizes]
+    assert len(lowerings) == len(known) == 2  # the last one has a bucket for each parameter
+    assert outcomes == [scored(mb) for mb in sizes]
+    assert scored(100.0, zero=0, known=known) == scored(100.0, zero=0)
+    assert len(known) == 3
 
 
 def test_each_rank_must_fit_its_own_type_of_device() -> None:

@@ -9,6 +9,7 @@ from functools import cached_property
 from piper_compiler.build import build_graph
 from piper_compiler.directives import Directive, asked_by_model, describe, partition
 from piper_compiler.directives.base import Settling
+from piper_compiler.directives.decided import decided
 from piper_compiler.directives.prepare import CaptureRequest, Preparation
 from piper_compiler.directives.replicate import Replicate, check_rows
 from piper_compiler.directives.shard import Shard
@@ -52,7 +53,10 @@ __all__ = [
     "apply_directives",
     "compile_program",
     "compiled",
+    "completed",
     "depends_on_costs",
+    "lowered",
+    "rows_told",
     "with_fixed_stages",
 ]
 
@@ -103,22 +107,32 @@ def compile_program(
 def compiled(request: CompileRequest) -> Lowered:
     """Run the passes, from a program and a strategy to a plan."""
     with no_garbage_collection():
-        graph = directed(request, request.program)
+        return lowered(*completed(request), request)
+
+
+def completed(request: CompileRequest) -> tuple[Graph, int]:
+    """Run the passes up to a complete graph; return it, and the rows of a microbatch on a rank."""
+    with no_garbage_collection():
+        program, told = request.program, 0
+        if request.at_rows is not None and request.options.kernels == "eager":
+            told = rows_told(request.strategy, request.global_batch)
+            program = request.at_rows(told, {}) if told else program
+        graph = directed(request, program)
         parts = graph.microbatches or 1
         rows = rows_per_microbatch(parts, graph.replicas, request.global_batch)
         if request.training.undivided and parts * graph.replicas > 1 and not request.evaluates:
             raise CompileError(
                 f"{parts} microbatches x {graph.replicas} replicas: {request.training.undivided}"
             )
-        if request.at_rows is not None:
+        if request.at_rows is not None and rows != told:
             alone = request.evaluates
             runs = forwards_run(graph) if alone else steps_run(graph)
             exact = request.at_rows(rows, runs)
-            if exact is not request.program:
+            if exact is not program:
                 graph = directed(request, exact)
         graph = complete(graph, request.training)
         check_wiring(graph)
-        return lowered(forwards_alone(graph) if request.evaluates else graph, rows, request)
+        return forwards_alone(graph) if request.evaluates else graph, rows
 
 
 def directed(request: CompileRequest, program: Program) -> Graph:
@@ -226,6 +240,18 @@ def _logged(graph: Graph, item: Directive, index: int) -> Graph:
     """Return the graph with exactly one log entry for the directive, whether or not `apply` recorded one."""
     applied = Applied(describe(item), getattr(item, "site", ""))
     return replace(graph, log=(*graph.log[:index], applied))
+
+
+def rows_told(strategy: Strategy, global_batch: int | None) -> int:
+    """Return the rows of a microbatch on a rank as the directives tell them; 0 if one does not, or none divide."""
+    decisions = [decided(item) for item in strategy.directives]
+    if not all(decisions):
+        return 0
+    parts = next((d.microbatches for d in decisions if d and d.microbatches is not None), 1)
+    if type(parts) is not int or parts < 1:
+        return 0
+    rows, rest = divmod(global_batch or parts * strategy.replicas, parts * strategy.replicas)
+    return 0 if rest else rows
 
 
 def rows_per_microbatch(parts: int, replicas: int, global_batch: int | None) -> int:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from piper.api.captures.capturing import is_held, program_at, rewritten, traced_job
@@ -23,6 +23,7 @@ from piper_compiler import (
     Training,
     capture_request,
     compile_program,
+    rows_told,
     with_fixed_stages,
 )
 from piper_ir.graph.graph import Graph
@@ -162,8 +163,14 @@ def compile(
     trained = trained_job("compile", source, global_batch, strategy)
     norms = trained.captured.forward.norms
     check_shared_norms(norms, trained.request.shardings)
-    captured = rewritten(trained.captured, replace(trained.request, layers=()))
-    captured = replace(captured, kernels=kernels)
+    asked = replace(trained.request, layers=())
+
+    def captured_at(rows: int) -> Captured:
+        """Return the capture at some rows: at one alone, which takes fewer traces, or at any."""
+        form = rewritten(trained.captured, asked, 1 if rows == 1 else None)
+        return replace(form, kernels=kernels)
+
+    captured = captured_at(rows_told(strategy, source.global_batch))
     if trained.training.scaled:
         check_unscaled(captured)
     training = replace(trained.training, undivided=undivided(captured))
@@ -175,7 +182,7 @@ def compile(
             training=training,
             costs=costs,
             options=options,
-            at_rows=partial(program_at, captured),
+            at_rows=lambda rows, runs: program_at(captured_at(rows), rows, runs),
         )
     check_separable(trained.spec, lowered.plan)
     check_data(source, lowered.plan)

@@ -68,7 +68,7 @@ def problem_of(
     def under(wanted: Wanted) -> Program:
         if wanted.alone:
             return rewritten(captured, wanted.request, wanted.rows).bind(wanted.rows)
-        asked = rewritten(captured, wanted.request)
+        asked = rewritten(captured, wanted.request, 1 if wanted.rows == 1 else None)
         return program_at(asked, wanted.rows) if wanted.rows else asked.program
 
     return problem, {

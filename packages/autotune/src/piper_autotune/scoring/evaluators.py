@@ -59,6 +59,7 @@ class Here:
     def __init__(self, problem: TuningProblem, programs: Programs) -> None:
         self._problem, self._programs = problem, programs
         self._waiting: list[tuple[Strategy, bool]] = []
+        self._known: dict[object, Outcome] = {}
 
     def submit(self, strategy: Strategy, engine: bool = False) -> int:
         self._waiting.append((strategy, engine))
@@ -67,7 +68,8 @@ class Here:
     def result(self, ticket: int) -> Outcome:
         strategy, engine = self._waiting[ticket]
         while isinstance(
-            answer := score(self._problem, strategy, self._programs.found, engine), Needs
+            answer := score(self._problem, strategy, self._programs.found, engine, self._known),
+            Needs,
         ):
             self._programs.add(answer.wanted)
         return answer

@@ -8,13 +8,23 @@ rule of plans cannot be the best.
 from __future__ import annotations
 
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 from piper_autotune.space.problem import TuningProblem, Variants, Wanted, wanted_by
-from piper_compiler import CompileRequest, Lowered, Strategy, compiled
+from piper_autotune.space.sketch import wanted_for_graph
+from piper_compiler import (
+    CompileRequest,
+    Lowered,
+    Strategy,
+    completed,
+    directives,
+    lowered,
+    replicate,
+)
 from piper_ir.fold.steady_state import step_and_period
+from piper_ir.graph.graph import Graph
 from piper_ir.ground.errors import CaptureError, PiperError
 from piper_ir.plan.plan import Instr, Plan, RolePlan
 from piper_ir.program.costs import AllocatorCosts
@@ -70,13 +80,27 @@ class _Missing(Exception):
 
 
 def score(
-    problem: TuningProblem, strategy: Strategy, variants: Variants, engine: bool = False
+    problem: TuningProblem,
+    strategy: Strategy,
+    variants: Variants,
+    engine: bool = False,
+    known: dict[object, Scored | Refused] | None = None,
 ) -> Scored | Refused | Needs:
-    """Return the outcome for a strategy; with `engine` the event engine gives the times, else the sweep."""
+    """Return the outcome for a strategy; with `engine` the event engine gives the times, else the sweep.
+
+    `known` keeps the sweep's outcomes of this problem: strategies that make the same plan are scored once.
+    """
     compiling = _Compiling(problem, strategy, variants)
     try:
         with no_garbage_collection():
-            return _of_plan(problem, compiling.lowered(), engine)
+            request = compiling.request()
+            graph, rows = completed(request)
+            if engine or known is None:
+                return _of_plan(problem, lowered(graph, rows, request), engine)
+            key = _plan_key(strategy, graph)
+            if key not in known:
+                known[key] = _of_plan(problem, lowered(graph, rows, request), engine)
+            return known[key]
     except _Missing as e:
         return Needs(e.wanted)
     except PiperError as e:
@@ -99,20 +123,18 @@ class _Compiling:
     strategy: Strategy
     variants: Variants
 
-    def lowered(self) -> Lowered:
+    def request(self) -> CompileRequest:
         of = self.problem
-        wanted = wanted_by(self.strategy, of.program)
+        wanted = wanted_for_graph(of, self.strategy)
         program = self._program(wanted) if wanted.special else of.program
-        return compiled(
-            CompileRequest(
-                program,
-                self.strategy,
-                of.global_batch,
-                of.training,
-                of.costs,
-                of.options,
-                self.at_rows,
-            )
+        return CompileRequest(
+            program,
+            self.strategy,
+            of.global_batch,
+            of.training,
+            of.costs,
+            of.options,
+            self.at_rows,
         )
 
     def at_rows(self, rows: int, runs: object = None) -> Program:
@@ -125,6 +147,17 @@ class _Compiling:
         if isinstance(variant, str):
             raise CaptureError(variant)
         return self.problem.program if variant is None else variant
+
+
+def _plan_key(strategy: Strategy, graph: Graph) -> object:
+    """Return a key that is equal only for strategies of a problem that make the same plan; `graph` is complete.
+
+    The size of buckets counts by the buckets that it makes, unless a user's directive may read it.
+    """
+    items = directives.simplest(strategy.directives)
+    if all(type(d).__module__.startswith("piper_compiler.") for d in items):
+        items = tuple([replace(d, bucket_mb=1) if type(d) is replicate else d for d in items])
+    return Strategy(strategy.mesh, items), tuple(graph.buckets.values())
 
 
 def seconds_of(model: CostModel, plan: Plan) -> list[float]:

@@ -6,7 +6,7 @@ import pickle
 import signal
 from multiprocessing.connection import Connection
 
-from piper_autotune.scoring.scoring import score
+from piper_autotune.scoring.scoring import Refused, Scored, score
 from piper_autotune.space.problem import TuningProblem, Wanted
 from piper_ir.program.program import Program
 from piper_ir.tools import no_garbage_collection
@@ -25,6 +25,7 @@ def serve(descriptor: int) -> None:
     )  # Ctrl-C is for the process that searches; it ends this one
     connection = Connection(descriptor)
     variants: dict[Wanted, Program | str | None] = {}
+    known: dict[object, Scored | Refused] = {}
     try:
         problem: TuningProblem = pickle.loads(connection.recv_bytes())
         connection.send(READY)
@@ -32,7 +33,7 @@ def serve(descriptor: int) -> None:
             with no_garbage_collection():
                 strategy, engine, more = pickle.loads(connection.recv_bytes())
                 variants.update(more)
-                answer = score(problem, pickle.loads(strategy), variants, engine)
+                answer = score(problem, pickle.loads(strategy), variants, engine, known)
             connection.send(answer)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return

@@ -21,6 +21,7 @@ from piper_compiler import (
     apply_directives,
     build_graph,
     directives,
+    rows_told,
     split_mesh,
     states,
     steps_of,
@@ -90,7 +91,8 @@ class Sketches:
 
     def __init__(self, problem: TuningProblem, programs: Programs) -> None:
         self._problem, self._programs = problem, programs
-        self._placed: dict[tuple[Strategy, int], Graph | None] = {}
+        self._placed: dict[tuple[Strategy, Wanted], Graph | None] = {}
+        self._bucketed: dict[int, Graph | None] = {}
         self._seconds: dict[tuple[Mesh, Wanted], StepSeconds | None] = {}
         self._paths: dict[int, MicrobatchPaths] = {}
         self._states: dict[int, dict[str, int]] = {}
@@ -102,14 +104,14 @@ class Sketches:
 
         It takes a part of the traces, and is enough to bound the seconds of compute.
         """
-        wanted, batch = wanted_by(strategy, self._problem.program), self._problem.global_batch
-        if batch is None or not wanted.request.shardings or wanted in self._programs.found:
+        wanted = wanted_by(strategy, self._problem.program)
+        if not wanted.request.shardings or wanted in self._programs.found:
             return None
-        rows, rest = divmod(batch, _microbatches(_decisions(strategy)) * strategy.replicas)
-        return None if rest or rows < 1 else self.sketch(strategy, rows)
+        rows = rows_told(strategy, self._problem.global_batch)
+        return self.sketch(strategy, rows) if rows else None
 
-    def sketch(self, strategy: Strategy, rows: int = 0) -> Sketch | None:
-        """Return the sketch of a strategy, or None; with `rows`, one for `early`, without buckets.
+    def sketch(self, strategy: Strategy, early: int = 0) -> Sketch | None:
+        """Return the sketch of a strategy, or None; with rows for `early`, one at these rows and without buckets.
 
         A strategy has none when a directive does not state its decisions, when it places a chunk by microbatch, when it
         overlaps pairs whose duration is given, or when it does not apply.
@@ -117,7 +119,10 @@ class Sketches:
         decisions = _decisions(strategy)
         if len(decisions) < len(strategy.directives):
             return None
-        graph = self._graph(strategy.mesh, decisions, rows)
+        wanted = wanted_by(strategy, self._problem.program)
+        rows = early or wanted_for_graph(self._problem, strategy).rows
+        graph = self._graph(strategy.mesh, decisions, rows, early=bool(early))
+        graph = graph if early or graph is None else self._with_buckets(graph)
         if graph is None:
             return None
         roles: dict[str, list[str]] = {}
@@ -130,12 +135,11 @@ class Sketches:
         orders = [d.order for d in decisions if d.order is not None]
         if graph.program.overlap and any(order.overlaps for order in orders):
             return None
-        wanted = wanted_by(strategy, self._problem.program)
         return Sketch(
             _microbatches(decisions),
             graph.replicas,
             {r: tuple(c) for r, c in roles.items()},
-            replace(wanted, rows=rows, alone=True) if rows else wanted,
+            _early(wanted, early),
             variants,
             graph=graph,
             orders=orders,
@@ -280,26 +284,37 @@ class Sketches:
             return 0.0
 
     def _graph(
-        self, mesh: Mesh, decisions: Sequence[directives.Decided], rows: int
+        self, mesh: Mesh, decisions: Sequence[directives.Decided], rows: int, *, early: bool
     ) -> Graph | None:
-        """Return the graph of one microbatch with everything placed, without orders; with `rows`, without buckets."""
+        """Return the graph of one microbatch with everything placed, without orders and buckets.
+
+        Its program is one at `rows` rows, or at any for 0.
+        """
         single = Strategy(mesh, [d.single for d in decisions if d.single is not None])
-        key = single, rows
+        wanted = wanted_by(single, self._problem.program)
+        wanted = _early(wanted, rows) if early else replace(wanted, rows=rows)
+        key = single, wanted
         if key not in self._placed:
             try:
-                wanted = wanted_by(single, self._problem.program)
-                wanted = replace(wanted, rows=rows, alone=True) if rows else wanted
                 if (mesh, wanted) not in self._built:
                     program = (
                         self._programs.exact(wanted) if wanted.special else None
                     ) or self._problem.program
                     self._built[mesh, wanted] = build_graph(program, split_mesh(mesh, program))
                 graph = apply_directives(self._built[mesh, wanted], single.directives)
-                graph = graph if graph.microbatches else directives.split_all(graph, 1)
-                self._placed[key] = graph if rows else with_buckets(graph, self._problem.training)
+                self._placed[key] = graph if graph.microbatches else directives.split_all(graph, 1)
             except PiperError:  # compiling it names the problem, in the user's terms
                 self._placed[key] = None
         return self._placed[key]
+
+    def _with_buckets(self, placed: Graph) -> Graph | None:
+        """Return a placed graph with the buckets of its parameters; None if they cannot be made."""
+        if id(placed) not in self._bucketed:
+            try:
+                self._bucketed[id(placed)] = with_buckets(placed, self._problem.training)
+            except PiperError:  # as above
+                self._bucketed[id(placed)] = None
+        return self._bucketed[id(placed)]
 
     def _chunk_seconds(self, mesh: Mesh, wanted: Wanted) -> StepSeconds | None:
         """Return the compute seconds of one microbatch by variant and step; None when they cannot be known."""
@@ -359,6 +374,22 @@ def _decisions(strategy: Strategy) -> list[directives.Decided]:
 
 def _microbatches(decisions: Iterable[directives.Decided]) -> int:
     return next((d.microbatches for d in decisions if d.microbatches is not None), 1)
+
+
+def wanted_for_graph(problem: TuningProblem, strategy: Strategy) -> Wanted:
+    """Return the program of which the graph of a strategy is made: at any rows, or at one row if that is enough.
+
+    A program at one row has sizes from a trace of its own (`piper_capture.Captured.bind`), while one at any number of
+    rows takes three more traces of chunks that devices share.
+    """
+    wanted = wanted_by(strategy, problem.program)
+    alone = wanted.request.shardings and rows_told(strategy, problem.global_batch) == 1
+    return replace(wanted, rows=1) if alone else wanted
+
+
+def _early(wanted: Wanted, rows: int) -> Wanted:
+    """Return the program at some rows that takes the fewest traces; at any for 0."""
+    return replace(wanted, rows=rows, alone=rows > 1)
 
 
 def _wanted(sketch: Sketch, rows: int) -> Wanted:

@@ -29,9 +29,10 @@ class Captured:
         advancing: buffers that advance once per microbatch.
         auxiliary: the backwards that are not linear in the gradients that come in.
         remarks: chunk -> a text that a message about it should add.
-        under: the program with the variants for policies of recomputation, by policies; filled when they are asked for.
-        shared: the same capture for devices that share its chunks, by shardings, filled like `under`; at () the one
-            that is also cut at regions of experts.
+        under: the program with the variants for policies of recomputation, by policies and the rows at which alone its
+            new sizes need to hold, 0 for any; filled when they are asked for.
+        shared: the same capture for devices that share its chunks, by shardings and such rows, filled like `under`; at
+            () the one that is also cut at regions of experts.
         layers: the layers.
         layered: the same capture with other layers, by the layers that were asked for.
         reduce: the dtype of gradient accumulators; None for the dtype of their parameters.
@@ -46,8 +47,10 @@ class Captured:
     forward: Forward
     advancing: tuple[Advancing, ...] = ()
     remarks: Mapping[str, str] = field(default_factory=dict)
-    under: dict[tuple[str, ...], Program] = field(default_factory=dict, repr=False, compare=False)
-    shared: dict[tuple[Sharding, ...], Captured] = field(
+    under: dict[tuple[tuple[str, ...], int], Program] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    shared: dict[tuple[tuple[Sharding, ...], int], Captured] = field(
         default_factory=dict, repr=False, compare=False
     )
     unshared: Mapping[str, str] = field(default_factory=dict)

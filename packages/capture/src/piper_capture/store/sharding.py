@@ -40,26 +40,24 @@ def with_shardings(
 ) -> Captured:
     """Return a capture whose chunks are the shards of one device among the devices that share them.
 
-    Every code is rewritten once, not captured again. With `rows`, sizes hold at that number of rows alone, which takes
-    fewer traces. Raises DirectiveError, with the indexes that can be shared, if others are asked for.
+    Every code is rewritten once, not captured again. With `rows`, sizes need to hold at that number of rows alone,
+    which takes fewer traces. Raises DirectiveError, with the indexes that can be shared, if others are asked for.
     """
     asked = tuple(shardings)
     if not asked:
         return captured
-    rewritten = captured.shared.get(asked)
-    if rewritten is not None:
-        return rewritten
-    rewritten = _made(captured, asked, rows)
-    if rows is None:
-        captured.shared[asked] = rewritten
+    key = asked, rows or 0
+    rewritten = captured.shared.get(key) or captured.shared.get((asked, 0))
+    if rewritten is None:
+        rewritten = captured.shared[key] = _made(captured, asked, rows)
     return rewritten
 
 
 def cut_at_experts(captured: Captured) -> Captured:
     """Return the same capture, cut at the regions of experts."""
-    if () not in captured.shared:
-        captured.shared[()] = with_experts(captured)
-    return captured.shared[()]
+    if ((), 0) not in captured.shared:
+        captured.shared[(), 0] = with_experts(captured)
+    return captured.shared[(), 0]
 
 
 def _made(captured: Captured, asked: tuple[Sharding, ...], rows: int | None) -> Captured:

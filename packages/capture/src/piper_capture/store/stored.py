@@ -78,8 +78,8 @@ class StoredCapture:
     reduce: torch.dtype | None
     unshared: Mapping[str, str]
     auxiliary: tuple[Auxiliary, ...] = ()
-    under: Mapping[tuple[str, ...], Program] = field(default_factory=dict)
-    shared: Mapping[tuple[Sharding, ...], StoredCapture] = field(default_factory=dict)
+    under: Mapping[tuple[tuple[str, ...], int], Program] = field(default_factory=dict)
+    shared: Mapping[tuple[tuple[Sharding, ...], int], StoredCapture] = field(default_factory=dict)
     traced: Mapping[tuple[str, int], TracedChunk] = field(default_factory=dict)
     expected: Mapping[str, Chunk] = field(default_factory=dict)
     fused: Fused = field(default_factory=dict)
@@ -208,16 +208,15 @@ def _derive(live: Captured, kept: Captured, code: str) -> None:
     """Make the variants and shardings of a live capture that have this code in the stored one."""
     for tiles, form in kept.tiled.items():
         _derive(with_tiles(live, tiles), form, code)
-    for policies, program in kept.under.items():
+    for (policies, rows), program in kept.under.items():
         if code in _codes(program):
-            with_policies(live, policies)
-    for asked, one in kept.shared.items():
-        programs = {(): one.program, **one.under}
-        for policies, program in programs.items():
+            with_policies(live, policies, rows or None)
+    for (asked, at), one in kept.shared.items():
+        programs = {((), at): one.program, **one.under}
+        for (policies, rows), program in programs.items():
             if code in _codes(program):
-                with_policies(
-                    with_shardings(live, asked) if asked else cut_at_experts(live), policies
-                )
+                form = with_shardings(live, asked, at or None) if asked else cut_at_experts(live)
+                with_policies(form, policies, rows or None)
 
 
 def _codes(program: Program) -> set[str]:

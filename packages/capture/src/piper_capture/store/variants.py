@@ -22,18 +22,18 @@ def with_policies(captured: Captured, policies: Iterable[str], rows: int | None 
     """Return a capture whose program has variants of all chunks under these policies.
 
     Each code is traced once for each policy; variants that are known already are taken from the capture. Equal policies
-    give the same program. With `rows`, sizes of new variants hold at that number of rows alone. Raises CaptureError if
-    a chunk is not affine in the rows under a policy, and SelectorError for the modules of a policy that do not exist.
+    give the same program. With `rows`, sizes of new variants need to hold at that number of rows alone. Raises
+    CaptureError if a chunk is not affine in the rows under a policy, and SelectorError for the modules of a policy that
+    do not exist.
     """
     wanted = tuple(sorted({*policies} - {KEEP_ALL}))
     if not wanted:
         return captured
-    extended = captured.under.get(wanted)
+    key = wanted, rows or 0
+    extended = captured.under.get(key) or captured.under.get((wanted, 0))
     if extended is None:
         variants = tuple(v for keep in wanted for v in _variants(captured, keep, rows))
-        extended = replace(captured.program, variants=variants)
-        if rows is None:
-            captured.under[wanted] = extended
+        extended = captured.under[key] = replace(captured.program, variants=variants)
     return replace(captured, program=extended)
 
 

@@ -244,7 +244,18 @@ class Editor:
                 raise CompileError(f"value {v!r} has two writers: {other.id} and {node.id}")
             if node.id not in (known := self._writers.get(v, ())):
                 self._writers[v] = (*known, node.id)
-        node = replace(node, made=self._made)
+        node = Node(
+            node.id,
+            node.op,
+            node.coords,
+            node.reads,
+            node.writes,
+            node.role,
+            node.stream,
+            node.mbs,
+            node.tail,
+            self._made,
+        )
         self._made += 1
         self.families[node.id] = (*family, node)
         self._use(node)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 
 from piper_compiler.passes.steps.arrays import int_array
 from piper_compiler.passes.steps.dependencies import Dependencies
 from piper_ir.graph.graph import Editor, Graph, Node
-from piper_ir.graph.graph_parts import mbs_of
+from piper_ir.graph.graph_parts import in_mbs, mbs_of
 from piper_ir.ground.sizes import TensorSpec
 from piper_ir.plan.plan import HOST, Bucket, Category, Channel
 from piper_ir.program.ops import Collective, Fold
@@ -113,22 +114,25 @@ class Adder:
             list(deps.mb),
             list(deps.comm),
         )
-        number: dict[int, int] = {}
+        number = [0] * -self.count
         for k, node in self.replaced.items():
             self.edit.update(node)
             nodes[k] = node
         for new in self.new.values():
-            order = np.argsort(int_array(new.mbs or [0] * len(new.key)), kind="stable").tolist()
-            node = new.node if new.mbs is None else replace(new.node, mbs=mbs_of(new.mbs))
+            own = [-1] * len(new.key) if new.mbs is None else new.mbs
+            order = sorted(range(len(own)), key=own.__getitem__)
+            node = new.node if new.mbs is None else in_mbs(new.node, mbs_of(own))
             self.edit.add(node)
             starts.append(len(of))
-            for n in order:
-                number[new.key[n]] = len(of)
-                of.append(len(nodes))
-                mbs.append(-1 if new.mbs is None else new.mbs[n])
-                comm.append(isinstance(node.op, Collective))
+            for place, n in enumerate(order, len(of)):
+                number[new.key[n]] = place
+            of += [len(nodes)] * len(own)
+            mbs += [own[n] for n in order]
+            comm += [isinstance(node.op, Collective)] * len(own)
             nodes.append(node)
-        flat = int_array(number.get(i, i) for edge in self.edges for i in edge)
+        flat = int_array(chain.from_iterable(self.edges))
+        added = flat < 0
+        flat[added] = int_array(number)[flat[added]]
         source, target = (
             np.concatenate((old, flat[k::2])) for k, old in enumerate((deps.source, deps.target))
         )
@@ -146,10 +150,14 @@ class Adder:
         held_by_number = {i: tuple(entries) for i, entries in self.held.items()}
         return Scheduled(self.edit.done(), updated, self._spliced(sequence, number), held_by_number)
 
-    def _spliced(self, sequence: list[int], number: dict[int, int]) -> list[int]:
+    def _spliced(self, sequence: list[int], number: list[int]) -> list[int]:
         spliced = [number[n] for n in self.front]
+        before, after, moved = self.before, self.after, self.moved
         for i in sequence:
-            spliced += [number.get(n, n) for n in self.before.get(i, ())]
-            spliced += [i] if i not in self.moved else []
-            spliced += [number[n] for n in self.after.get(i, ())]
+            if i in before:
+                spliced += [number[n] if n < 0 else n for n in before[i]]
+            if i not in moved:
+                spliced.append(i)
+            if i in after:
+                spliced += [number[n] for n in after[i]]
         return spliced

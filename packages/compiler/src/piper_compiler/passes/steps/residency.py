@@ -161,7 +161,8 @@ class _Role:
         deps, order = self.adder.deps, self.order
         number = order[at[window.uses[0]]]
         mb = deps.mb[number]
-        if whole or any(deps.mb[order[at[use]]] != mb for use in window.uses):
+        uses = window.uses
+        if whole or (len(uses) > 1 and any([deps.mb[order[at[use]]] != mb for use in uses])):
             return f"{what}.{window.bucket}#{self.role}.{deps.name(number)}", -1
         key = what, window.bucket, deps.of[number]
         id = self.ids.get(key)
