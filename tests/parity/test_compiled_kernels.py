@@ -176,6 +176,8 @@ def test_codes_of_other_sizes_have_other_texts() -> None:
 def test_other_kernels_are_refused() -> None:
     with pytest.raises(CompileError, match=r"kernels='triton'.*'eager' and 'inductor'"):
         piper.Options(kernels="triton")  # type: ignore[arg-type]  # what is tested
+    with pytest.raises(CompileError, match=r"cuda_graph='yes'.*True or False"):
+        piper.Options(cuda_graph="yes")  # type: ignore[arg-type]  # what is tested
     program = piper.synthetic(stages=1, F=1.0, I=1.0, W=1.0)
     strategy = piper.Strategy(piper.Mesh(pp=1), ())
     with pytest.raises(CompileError, match=r"needs a piper\.Job"):

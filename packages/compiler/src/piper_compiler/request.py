@@ -86,7 +86,7 @@ class Options:
             norms and losses. The plan has the memory and the kernels of the compiled groups.
         cuda_graph: a rank captures its step up to the update as one CUDA graph, and launches that in later steps.
 
-    Raises CompileError for other kernels.
+    Raises CompileError for other values.
     """
 
     fuse: bool = True
@@ -97,6 +97,9 @@ class Options:
 
     def __post_init__(self) -> None:
         kernel_source(self.kernels)
+        for name in ("fuse", "cuda_graph"):
+            if type(value := getattr(self, name)) is not bool:
+                raise CompileError(f"Options({name}={value!r}): True or False is accepted")
 
 
 def kernel_source(name: str) -> KernelSource:

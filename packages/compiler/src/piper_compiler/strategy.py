@@ -15,6 +15,7 @@ from piper_compiler.recipes.registry import SizedLater
 from piper_ir.ground.codec import decode, read_document, tagged
 from piper_ir.ground.errors import CompileError, DirectiveError, FormatError, OutputError
 from piper_ir.ground.mesh import AXES, Mesh
+from piper_ir.ground.select import Where
 from piper_ir.tools import write_whole
 
 STRATEGY_VERSION = 1
@@ -141,11 +142,22 @@ def _flatten(items: Iterable[Any]) -> Iterable[Directive | SizedLater]:
         elif isinstance(item, SizedLater):
             yield item
         elif isinstance(item, Directive) and is_dataclass(item) and not isinstance(item, type):
+            _check_selection(item)
             yield item
         else:
             raise DirectiveError(
                 f"Strategy: {item!r} is no directive; it needs to be a frozen dataclass with the methods "
                 f"check(graph) and apply(graph)"
+            )
+
+
+def _check_selection(item: Directive) -> None:
+    """Raise DirectiveError if a directive selects by something else than `where`, or than its default."""
+    for f in fields(item):  # type: ignore[arg-type]  # directives are dataclasses
+        given = getattr(item, f.name)
+        if f.name == "selection" and given != f.default and not isinstance(given, Where):
+            raise DirectiveError(
+                f"{describe(item)}: it selects by {given!r}; where(...) is accepted, such as where(stage=0)"
             )
 
 

@@ -81,6 +81,8 @@ class Partition:
 
     def check_form(self) -> None:
         """Raise DirectiveError for an argument that is wrong for any program."""
+        if type(self.stages) is not int:
+            raise fail(self, 1, f"stages={self.stages!r}; a number of stages is accepted")
         if not isinstance(self.units, str) or self.units not in UNITS:
             raise fail(
                 self, 6, f"units={self.units!r}; one of {', '.join(map(repr, UNITS))} is accepted"

@@ -62,7 +62,10 @@ class Place:
         site: str | None = None,
     ) -> None:
         object.__setattr__(self, "selection", selection)
-        object.__setattr__(self, "on", tuple(sorted(dict(on).items())))
+        pairs = tuple(on.items()) if isinstance(on, Mapping) else on
+        object.__setattr__(
+            self, "on", tuple(sorted(pairs, key=str)) if isinstance(pairs, tuple) else pairs
+        )
         object.__setattr__(self, "send", send)
         object.__setattr__(self, "recv", recv)
         object.__setattr__(self, "site", call_site() if site is None else site)
@@ -103,6 +106,12 @@ class Place:
                     raise fail(self, 6, message)
 
     def _check_axes(self, graph: Graph) -> None:
+        if not isinstance(self.on, tuple) or not all(
+            isinstance(pair, tuple) and [type(part) for part in pair] == [str, int]
+            for pair in self.on
+        ):
+            text = "coordinates by axis are accepted, such as dict(pp=0)"
+            raise fail(self, 1, f"on={self.on!r}; {text}")
         if not self.on:
             raise fail(self, 1, "on={} names no axis; give at least one, e.g. on=dict(pp=0)")
         for axis, at in self.on:

@@ -342,7 +342,10 @@ def grouped(forwards: list[Node], graph: Graph, layers: int) -> Iterator[list[No
 def policy_name(keep: str | tuple[str, ...], modules: str | tuple[str, ...] = ()) -> str:
     """Return a policy as text: its name, or names of ops joined by "+", and likewise the patterns of its modules."""
     name = _joined(keep) if isinstance(keep, tuple | list) else keep
-    return name if modules == () else f"{name}{WITHIN}{_joined(as_names(modules))}"
+    if modules == ():
+        return name
+    patterns = as_names(modules)
+    return f"{name}{WITHIN}{_joined(patterns if isinstance(patterns, tuple) else (patterns,))}"
 
 
 def _joined(names: Iterable[object]) -> str:

@@ -113,7 +113,8 @@ class Replicate:
         """Ask for a chain of like modules as layers if parameters are sharded: they are gathered chunk by chunk."""
         return by_layers(request, seen) if self.shards.params else request
 
-    def check(self, graph: Graph) -> None:
+    def check_form(self) -> None:
+        """Raise DirectiveError for an argument that is wrong for any program."""
         if (
             not isinstance(self.over, tuple)
             or not self.over
@@ -128,9 +129,16 @@ class Replicate:
             raise fail(self, 5, f"zero={self.zero!r}; 0, 1, 2 or 3 is accepted")
         if type(self.bucket_mb) not in (int, float) or not 0 < self.bucket_mb < inf:
             raise fail(self, 5, f"bucket_mb must be positive and finite; it is {self.bucket_mb!r}")
-        if COMPUTE in (self.reduce, self.gather):
-            raise fail(self, 6, f"the stream {COMPUTE!r} is for compute; choose another name")
+        for name in ("reduce", "gather"):
+            stream = getattr(self, name)
+            if not isinstance(stream, str):
+                raise fail(self, 6, f"{name}={stream!r}; the name of a stream is accepted")
+            if stream == COMPUTE:
+                raise fail(self, 6, f"the stream {COMPUTE!r} is for compute; choose another name")
         self._check_shard()
+
+    def check(self, graph: Graph) -> None:
+        self.check_form()
         taken = shared_axes(graph, self.over)
         if taken and not self.shards.optim and not _rows_differ(graph, self.over):
             raise fail(
@@ -157,6 +165,9 @@ class Replicate:
     def _check_shard(self) -> None:
         if self.shard is None:
             return
+        if not isinstance(self.shard, Mapping):
+            text = f"axes for {', '.join(STATES)} are accepted, such as dict(params='dp')"
+            raise fail(self, 7, f"shard={self.shard!r}; {text}")
         if self.zero:
             raise fail(
                 self,
@@ -281,7 +292,10 @@ def _rows_differ(graph: Graph, over: Iterable[str]) -> tuple[str, ...]:
 def check_rows(mesh: Mesh, directives: Iterable[Directive]) -> None:
     """Raise DirectiveError if experts are to be shared over an axis that neither the mesh nor a replication has."""
     written = tuple(directives)
-    over = {axis for d in written if isinstance(d, Replicate) for axis in d.over}
+    replicates = [d for d in written if isinstance(d, Replicate)]
+    for one in replicates:
+        one.check_form()
+    over = {axis for one in replicates for axis in one.over}
     for item in written:
         if (
             isinstance(item, Shard)
