@@ -41,7 +41,7 @@ def compiled_evaluation(
             strategy,
             global_batch=job.global_batch,
             training=training,
-            options=Options(device=plan.device),
+            options=Options(device=plan.device, kernels=kernels),
             at_rows=partial(program_at, captured),
             evaluates=True,
         )
