@@ -22,9 +22,9 @@ from piper.api.problems.tuning_problem import Conditions, problem_of
 from piper_autotune import NothingFoundError
 from piper_autotune.scoring.evaluators import Here
 from piper_autotune.scoring.scoring import Refused
-from piper_autotune.space.problem import Programs, wanted_by
+from piper_autotune.space.problem import Programs
 from piper_autotune.space.rules import PruningRules
-from piper_autotune.space.sketch import Sketches
+from piper_autotune.space.sketch import Sketches, wanted_for_graph
 from piper_autotune.space.space import SkippedError
 from piper_ir.ground.errors import TuneError
 from piper_simulator import load_cluster
@@ -144,6 +144,7 @@ def test_a_search_begins_with_meshes_that_keep_as_much_as_has_room() -> None:
 
 
 def test_a_slow_layout_is_rejected_by_a_trace_at_its_own_rows() -> None:
+    """At one row that trace is all that its plan needs, too."""
     cluster = load_cluster(CLUSTER)
     problem, more = problem_of(llama(), Conditions(cluster))
     programs = Programs(problem, more["at_rows"], more["under"])
@@ -151,14 +152,15 @@ def test_a_slow_layout_is_rejected_by_a_trace_at_its_own_rows() -> None:
     space = piper.space(llama(), cluster)
     for rows, keep in ((1, "inputs"), (2, "all")):
         strategy = chosen(space, tp=2, pp=2, sequence=True, schedule="1f1b", rows=rows, keep=keep)
-        wanted = wanted_by(strategy, problem.program)
-        known_s = 0.0
+        wanted, known_s = wanted_for_graph(problem, strategy), 0.0
         for slower in (True, False):
             pruned = rules.check(strategy, known_s)
             assert (pruned is not None and pruned.rule == "slower") == slower
-            assert (wanted in programs.found) != slower, "all rows are traced if it may be of use"
+            traced = wanted in programs.found
+            assert traced != (slower and rows > 1), "all rows are traced if it may be of use"
             early = sketches.sketch(strategy, rows)
-            assert early is not None and early.wanted.alone and wanted.request.shardings
+            assert early is not None and early.wanted.alone == (rows > 1)
+            assert wanted.request.shardings
             known_s = sketches.computing_s(strategy, early, rows)[0] * (1 + 1e-9)
         sketch = sketches.sketch(strategy)
         assert sketch is not None and not sketch.wanted.alone
