@@ -130,7 +130,9 @@ def test_a_rank_that_waits_for_its_write_shows_that_it_goes_on(
     beats: list[int] = []
 
     def slow(path: Path, contents: Any, wrote: Any) -> Any:
-        for _ in range(400):  # until the rank has looked three times, which takes longer on a busy machine
+        for _ in range(
+            400
+        ):  # until the rank has looked three times, which takes longer on a busy machine
             time.sleep(rank_saver.LOOK_S)
             wrote()
             if len(set(beats)) >= 3:

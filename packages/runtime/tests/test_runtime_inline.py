@@ -271,7 +271,14 @@ NOTICED_BY: dict[str, dict[str, Any]] = {
 
 NEEDS_MORE = (
     *("short_add", "refilled_batch", "dead_plain_kernel"),
-    *("stale_copies", "stale_master", "no_master", "narrow_sums", "narrow_reduction"),
+    *(
+        "stale_copies",
+        "stale_master",
+        "no_master",
+        "narrow_sums",
+        "narrow_reduction",
+        "kept_after_cast",
+    ),
     *("mask_of_other_rows", "places_by_cut", "rows_of_the_microbatch", "step_that_draws"),
     *(
         "omit_unscaling",
