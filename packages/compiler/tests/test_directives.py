@@ -83,7 +83,7 @@ def stages(*numbers: int | None) -> Program:
 class TestPartition:
     def test_1_enough_layers(self) -> None:
         refused(1, partition(stages=0), says="at least one stage is needed")
-        refused(1, partition(stages="2"), says="a number of stages is accepted")  # type: ignore[arg-type]
+        refused(1, partition(stages="2"), says="a number of stages is accepted")  # type: ignore[arg-type]  # refused
         refused(1, partition(stages=5), says="the model has 4 layers; use at most 4 stages")
 
     @each_case(
@@ -295,14 +295,14 @@ class TestReplicate:
 
     def test_5_sizes_and_levels(self) -> None:
         refused(5, replicate(where(), bucket_mb=0), says="bucket_mb must be positive")
-        refused(5, replicate(where(), zero="3"), says="0, 1, 2 or 3 is accepted")  # type: ignore[arg-type]
-        refused(7, replicate(where(), shard=5), says="shard=5; axes for params")  # type: ignore[arg-type]
-        refused(1, replicate(where(), over=5), says="over=5; one or more of")  # type: ignore[arg-type]
+        refused(5, replicate(where(), zero="3"), says="0, 1, 2 or 3 is accepted")  # type: ignore[arg-type]  # refused
+        refused(7, replicate(where(), shard=5), says="shard=5; axes for params")  # type: ignore[arg-type]  # refused
+        refused(1, replicate(where(), over=5), says="over=5; one or more of")  # type: ignore[arg-type]  # refused
         refused(5, replicate(where(), zero=4), says="0, 1, 2 or 3 is accepted")
 
     def test_6_stream(self) -> None:
         refused(6, replicate(where(), reduce="compute"), says="the stream 'compute' is for compute")
-        refused(6, replicate(where(), gather=5), says="the name of a stream")  # type: ignore[arg-type]
+        refused(6, replicate(where(), gather=5), says="the name of a stream")  # type: ignore[arg-type]  # refused
 
     def test_10_sizes_of_whole_parameters(self) -> None:
         for size in (-1, float("inf"), "step"):

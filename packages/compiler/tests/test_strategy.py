@@ -211,7 +211,7 @@ def test_one_directive_and_one_axis_need_no_tuple() -> None:
     assert shard(where(), over=("tp",)) == shard(where(), over="tp")  # type: ignore[arg-type]  # one name alone
     with pytest.raises(DirectiveError, match="Strategy: 3 is no directive"):
         Strategy(Mesh(), 3)  # type: ignore[arg-type]  # on purpose
-    with pytest.raises(DirectiveError, match="selects by 5; where"):
+    with pytest.raises(DirectiveError, match="the selection is 5; where"):
         Strategy(Mesh(), [split(5, 2)])  # type: ignore[arg-type]  # on purpose
 
 

@@ -157,7 +157,7 @@ def _check_selection(item: Directive) -> None:
         given = getattr(item, f.name)
         if f.name == "selection" and given != f.default and not isinstance(given, Where):
             raise DirectiveError(
-                f"{describe(item)}: it selects by {given!r}; where(...) is accepted, such as where(stage=0)"
+                f"{describe(item)}: the selection is {given!r}; where() is accepted, such as where(stage=0)"
             )
 
 

@@ -192,8 +192,6 @@ class Shard:
 
     def check_form(self) -> None:
         """Raise DirectiveError for an argument that is wrong in any strategy."""
-        if not isinstance(self.selection, Where):
-            raise fail(self, 1, f"the selection is {self.selection!r}; where() is accepted")
         if not isinstance(self.over, str) or not set(self.axes) <= set(AXES):
             raise fail(self, 2, f"over={self.over!r}; one of {', '.join(sorted(AXES))} is accepted")
         if len(self.axes) > 1 and (self.stream != ROWS or len({*self.axes}) < len(self.axes)):
