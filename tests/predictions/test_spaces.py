@@ -144,7 +144,7 @@ def test_a_search_begins_with_meshes_that_keep_as_much_as_has_room() -> None:
 
 
 def test_a_slow_layout_is_rejected_by_a_trace_at_its_own_rows() -> None:
-    """At one row that trace is all that its plan needs, too."""
+    """A plan of one row needs no other trace than that one."""
     cluster = load_cluster(CLUSTER)
     problem, more = problem_of(llama(), Conditions(cluster))
     programs = Programs(problem, more["at_rows"], more["under"])

@@ -130,7 +130,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_a_launched_step_is_an_issued_one(
     case: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit: batches, learning rates, weights, random numbers and the counting buffer change with the step."""
+    """Both agree to the bit, though batches, rates, weights, random numbers and a buffer change with the step."""
     monkeypatch.setattr("piper_ops.random.draws._watchers", lambda: 0)  # the tape is no counter
     plan, job = chain(pp=1, microbatches=3, **case)
     issued, _ = trained(plan, job)
@@ -239,7 +239,7 @@ class Issued(Tape):
 
 
 def test_a_capture_leaves_compute_and_comes_back_to_it() -> None:
-    """As CUDA asks: every other stream first waits for compute, and compute at last for every other stream."""
+    """CUDA asks for it: other streams first wait for compute, and compute at last waits for all of them."""
     plan, job = chain(pp=2, microbatches=2, optimizer=adamw)
     graphed, state, graph = replace(plan, cuda_graph=True), materialize(job), Issued()
     rank = Rank(

@@ -29,7 +29,7 @@ NORM = Kernel("norm", (), "bfloat16", 0, 6_000, op="layer_norm")
 
 
 def test_results_are_filled_before_they_are_written() -> None:
-    """Of a product 64 x 32 elements, of attention 4,096 of each tensor, of a norm a half or a third of its bytes."""
+    """A product fills 64 x 32 elements, attention 4,096 of each tensor, a norm a half or a third of its bytes."""
     stack = replace(STACKS["eager"], fills=("matmul", "attention", "norm"))
 
     def filled(step: Step) -> list[tuple[int, int]]:
@@ -43,7 +43,7 @@ def test_results_are_filled_before_they_are_written() -> None:
 
 
 def test_a_product_that_adds_to_a_sum_moves_the_sum_as_well() -> None:
-    """Of 100 elements in float32: 1,000 bytes less the gradient, which it need not write and read; no launch of its own."""
+    """The kernel of 100 elements moves 1,000 bytes, less 2 + 2 each for a gradient that nobody writes and reads."""
     add = Kernel("elementwise", (), "float32", 100, 1_000, op="add")
     device = load_cluster("h100x1@hopper-megatron").device
     assert device.stack is not None and device.stack.accumulate == "product"

@@ -79,7 +79,7 @@ MODEL_WORDS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("rotary", {"positions": "rotary"}),
     ("gated GELU", {"activation": "gelu"}),
     ("QK norm", {"qk_norm": True}),
-    ("dropout 0.1", {"dropout": 0.1, "attention_dropout": 0.0}),  # attention's kernel draws its own
+    ("dropout 0.1", {"dropout": 0.1}),
 )
 """The words of a note that change a model."""
 
@@ -259,8 +259,7 @@ def model_of(published: PublishedRow) -> tuple[models.DecoderConfig, tuple[str, 
             fields["dropout"] = 0.1
             notes.append("float16 is computed as bfloat16, which has as many bytes")
         elif GOLDEN in published.source:
-            fields |= {"dropout": 0.1, "attention_dropout": 0.0}
-            notes.append("attention's kernel draws no dropout")
+            fields["dropout"] = 0.1
     if published.experts is not None:
         hidden = published.expert_ffn or fields["hidden"]
         fields["dense_layers"] = published.dense_layers
@@ -276,6 +275,9 @@ def model_of(published: PublishedRow) -> tuple[models.DecoderConfig, tuple[str, 
     for words, changes in MODEL_WORDS:
         if words in published.note:
             fields |= changes
+    if fields.get("dropout") and fields.get("attention") != "math":
+        fields["attention_dropout"] = 0.0
+        notes.append("attention's kernel draws no dropout")
     if published.schedule != "none" and published.pp > 1 and published.tied:
         fields["tied"] = True
     return _config(tuple(sorted(fields.items()))), tuple(notes)

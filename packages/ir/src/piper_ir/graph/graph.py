@@ -38,6 +38,7 @@ from piper_ir.graph.graph_parts import (
     in_mbs,
     joined_nodes,
     mbs_of,
+    with_mbs,
     without,
 )
 from piper_ir.graph.graph_select import Selecting, Terms
@@ -244,18 +245,7 @@ class Editor:
                 raise CompileError(f"value {v!r} has two writers: {other.id} and {node.id}")
             if node.id not in (known := self._writers.get(v, ())):
                 self._writers[v] = (*known, node.id)
-        node = Node(
-            node.id,
-            node.op,
-            node.coords,
-            node.reads,
-            node.writes,
-            node.role,
-            node.stream,
-            node.mbs,
-            node.tail,
-            self._made,
-        )
+        node = with_mbs(node, node.mbs, self._made)
         self._made += 1
         self.families[node.id] = (*family, node)
         self._use(node)

@@ -128,8 +128,11 @@ class Node:
 
 def in_mbs(node: Node, mbs: Mbs | None) -> Node:
     """Return the node restricted to some of its microbatches."""
-    if mbs is node.mbs:
-        return node
+    return node if mbs is node.mbs else with_mbs(node, mbs, node.made)
+
+
+def with_mbs(node: Node, mbs: Mbs | None, made: int) -> Node:
+    """Return the node with other microbatches and another number; large plans make many, and `replace` is slow."""
     return Node(
         node.id,
         node.op,
@@ -140,7 +143,7 @@ def in_mbs(node: Node, mbs: Mbs | None) -> Node:
         node.stream,
         mbs,
         node.tail,
-        node.made,
+        made,
     )
 
 
@@ -279,7 +282,7 @@ class OrderEnd:
 
 @dataclass(frozen=True, slots=True)
 class MessageOrder:
-    """Hold that one end comes before another on a role, one of which names messages that do not exist yet.
+    """Record that one end comes before another on a role, where an end names messages that are made later.
 
     Attributes:
         role: the role; "" if nothing is placed.
