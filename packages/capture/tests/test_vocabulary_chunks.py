@@ -193,7 +193,7 @@ def test_terms_of_all_devices_at_once_are_too_many(monkeypatch: pytest.MonkeyPat
 
 
 def no_mask(weight: Tensor, indices: Tensor, place: Any, degree: Any, rest: Any) -> Tensor:
-    local, _ = vocabulary.own_numbers(indices, weight.shape[0], place, degree, rest)
+    local, _ = vocabulary.VocabularyPart(weight.shape[0], place, degree, rest).own(indices)
     return F.embedding(local, weight)
 
 

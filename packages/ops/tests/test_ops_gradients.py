@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import piper_ops
-from piper_ops.attention.sdpa import AttentionOptions
-from piper_ops.attention.sdpa_kernels import KERNELS
+from piper_ops.attention.sdpa_kernels import KERNELS, AttentionInputs
 from piper_ops.ground import library
 from piper_ops.pointwise import losses
 from tests.helpers.cases import each_case
@@ -97,11 +96,11 @@ def test_math_lowering_equals_eager(name: str) -> None:
     mask = kwargs.get("attn_mask")
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill_(~mask, float("-inf"))
-    options = AttentionOptions(mask, kwargs.get("is_causal", False), kwargs.get("scale", 8**-0.5))
+    given = AttentionInputs(*tensors, mask, kwargs.get("is_causal", False), kwargs.get("scale"))
     forward, backward = KERNELS["math"]
     with torch.no_grad():
-        out, lse = forward(*tensors, options)
-        grads = backward(tangent, *tensors, out, lse, options)
+        out, lse = forward(given)
+        grads = backward(tangent, out, lse, given)
     expected = (ref, *torch.autograd.grad(ref, tensors, tangent))
     assert (
         max(

@@ -12,8 +12,13 @@ from torch import Tensor
 from piper_ops import attention_lowering
 from piper_ops.attention import sdpa_kernels
 from piper_ops.attention.lowering import LoweringName
-from piper_ops.attention.sdpa import AttentionOptions
-from piper_ops.attention.sdpa_kernels import BIAS_ALIGNMENT, KERNELS, LSE_ALIGNMENT, cuda_efficient
+from piper_ops.attention.sdpa_kernels import (
+    BIAS_ALIGNMENT,
+    KERNELS,
+    LSE_ALIGNMENT,
+    AttentionInputs,
+    cuda_efficient,
+)
 from tests.helpers.cases import each_case
 
 SHAPE = (2, 64, 4, 32)
@@ -90,11 +95,11 @@ def test_cuda_lowerings_fit_torchs_schemas(
 
     q, k, v = t(4), t(kv_heads), t(kv_heads)
     bias = None if mask is None else torch.empty(mask, dtype=torch.bfloat16, device="meta")
-    options = AttentionOptions(bias, mask is None, 0.1)
+    given = AttentionInputs(q, k, v, bias, mask is None, 0.1)
     forward, backward = KERNELS[name]
-    out, lse = forward(q, k, v, options)
+    out, lse = forward(given)
     assert out.shape == q.shape and lse.shape == (2, 4, 65) and lse.dtype == torch.float32
-    assert [g.shape for g in backward(out, q, k, v, out, lse, options)] == [
+    assert [g.shape for g in backward(out, out, lse, given)] == [
         q.shape,
         k.shape,
         v.shape,
@@ -121,12 +126,12 @@ def test_efficient_operands_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(sdpa_kernels, "aten", Recorder())
     q = torch.zeros(2, 4, 65, 8)
-    options = AttentionOptions(torch.randn(65, 65), False, 0.1)
-    out, lse = cuda_efficient(q, q, q, options)
-    KERNELS["cuda_efficient"][1](out, q, q, q, out, lse, options)
-    assert options.mask is not None
+    given = AttentionInputs(q, q, q, torch.randn(65, 65), False, 0.1)
+    out, lse = cuda_efficient(given)
+    KERNELS["cuda_efficient"][1](out, out, lse, given)
+    assert given.mask is not None
     assert seen["bias"].stride(-2) % BIAS_ALIGNMENT == 0 and torch.equal(
-        seen["bias"][1, 2], options.mask
+        seen["bias"][1, 2], given.mask
     )
     assert (
         seen["lse"].shape[-1] % LSE_ALIGNMENT == 0 and (seen["lse"][..., 65:] == float("inf")).all()

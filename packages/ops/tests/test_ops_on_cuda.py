@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from piper_ops import cross_entropy, layer_norm, rms_norm
 from piper_ops.attention.lowering import LoweringName
-from piper_ops.attention.sdpa_kernels import KERNELS, AttentionOptions
+from piper_ops.attention.sdpa_kernels import KERNELS, AttentionInputs
 from tests.helpers.cases import each_case
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -62,15 +62,15 @@ def test_attention_and_its_gradients(
     q, k, v, grad = (drawn(*s, dtype=dtype).transpose(1, 2) for s in shapes)
     bias = None if mask is None else drawn(*mask, dtype=dtype)
     forward, backward = KERNELS["math"]
-    exact = AttentionOptions(bias, causal, dim**-0.5)
-    out, lse = forward(q, k, v, exact)
-    wanted = (out, lse, *backward(grad, q, k, v, out, lse, exact))
+    exact = AttentionInputs(q, k, v, bias, causal)
+    out, lse = forward(exact)
+    wanted = (out, lse, *backward(grad, out, lse, exact))
     forward, backward = KERNELS[name]
     q, k, v, grad = (t.to(dtype) for t in (q, k, v, grad))
-    narrow = AttentionOptions(None if bias is None else bias.to(dtype), causal, dim**-0.5)
-    out, lse = forward(q, k, v, narrow)
+    narrow = AttentionInputs(q, k, v, None if bias is None else bias.to(dtype), causal)
+    out, lse = forward(narrow)
     kept = out.transpose(1, 2).contiguous().transpose(1, 2)  # as piper::attention saves it
-    found = (out, lse, *backward(grad, q, k, v, kept, lse.contiguous(), narrow))
+    found = (out, lse, *backward(grad, kept, lse.contiguous(), narrow))
     assert max(away(f, w) for f, w in zip(found, wanted, strict=True)) < TOLERANCE[dtype]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from piper_ops import (
     rms_norm,
 )
 from piper_ops.attention import sdpa
-from piper_ops.attention.sdpa_kernels import KERNELS
+from piper_ops.attention.sdpa_kernels import KERNELS, AttentionInputs
 from piper_ops.costing.attention_lowerings import is_written_on_cpu
 from piper_ops.costing.workspace import (
     Workspace,
@@ -127,12 +126,12 @@ def test_written_out_attention_holds_what_it_holds_here(kv_heads: int, causal: b
     """No fused kernel takes float64."""
     q, k, v = shapes(torch.float64, 8, 4, kv_heads, 6)
     forward, backward = KERNELS["math"]
-    given = (q, k, v, None, causal, None)
-    out, lse = sdpa.run_forward(forward, *given)
+    given = AttentionInputs(q, k, v, None, causal)
+    out, lse = sdpa.run_forward(forward, given)
     both = (out, q, k, v, out, lse, None, causal, None)
     here = (
-        peak_bytes_inside(partial(sdpa.run_forward, forward), *given),
-        peak_bytes_inside(partial(sdpa.run_backward, backward), *both),
+        peak_bytes_inside(sdpa.run_forward, forward, given),
+        peak_bytes_inside(sdpa.run_backward, backward, out, out, lse, given),
     )
     formulas = (
         cuda_workspace(attention, given, (out, lse)),

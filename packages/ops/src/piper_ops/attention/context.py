@@ -16,6 +16,9 @@ tokens a tensor has, in the order of the sequence: 1 for a tensor with the token
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -31,10 +34,47 @@ def chosen(place: int, step: int, keys: bool) -> tuple[int, int]:
     return (0, first) if keys else (first, 1)
 
 
-def in_sequence(block: int, place: int, step: int, degree: int) -> int:
-    """Return the index among 2 * `degree` blocks of block 0 or 1 of the device that a step meets."""
-    source = (place - step) % degree
-    return source if block == 0 else 2 * degree - 1 - source
+class ContextStep(NamedTuple):
+    """Say which tokens of a tensor take part in a step.
+
+    Attributes:
+        dim: the dimension of the tokens.
+        place: the device's number.
+        step: from 0.
+        order: of the tokens on devices.
+        keys: whether the tensor is laid out as keys, and not as queries.
+        degree: the number of devices whose tokens the tensor has.
+    """
+
+    dim: int
+    place: int
+    step: int
+    order: str
+    keys: bool
+    degree: int
+
+    @property
+    def source(self) -> int:
+        """Return the device whose tokens the step meets, among the ones of the tensor."""
+        return (self.place - self.step) % self.degree
+
+    def tokens(self, tensor: Tensor) -> Tensor:
+        """Return the tokens of the device that the step meets, as a view."""
+        return _split(tensor, self.dim, self.degree).select(self.dim, self.source)
+
+    def blocks(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the two blocks of a tensor in zigzag order that take part in the step, as views."""
+        split, last = _split(tensor, self.dim, 2 * self.degree), 2 * self.degree - 1
+        pair = chosen(self.place, self.step, self.keys) if self.step else (0, 1)
+        first, second = (
+            split.select(self.dim, last - self.source if block else self.source) for block in pair
+        )
+        return first, second
+
+
+def _of_step(tensors: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return an op's kernel that gives `kernel` the arguments behind its tensors as a ContextStep."""
+    return lambda *args: kernel(*args[:tensors], ContextStep(*args[tensors:]))
 
 
 def _split(tensor: Tensor, dim: int, count: int) -> Tensor:
@@ -42,83 +82,36 @@ def _split(tensor: Tensor, dim: int, count: int) -> Tensor:
     return tensor.view(*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :])
 
 
-def _blocks_of(
-    tensor: Tensor, dim: int, place: int, step: int, keys: bool, degree: int
-) -> tuple[Tensor, Tensor]:
-    """Return the two blocks of a tensor that take part in a step, as views."""
-    split = _split(tensor, dim, 2 * degree)
-    pair = chosen(place, step, keys) if step else (0, 1)
-    first, second = (split.select(dim, in_sequence(block, place, step, degree)) for block in pair)
-    return first, second
-
-
-def _take_fake(
-    x: Tensor, dim: int, place: int, step: int, order: str, keys: bool, degree: int
-) -> Tensor:
+def _take_fake(x: Tensor, at: ContextStep) -> Tensor:
     shape = list(x.shape)
-    shape[dim] = shape[dim] // degree
-    if order == ZIGZAG and step:
-        shape[0], shape[dim] = shape[0] * 2, shape[dim] // 2
+    shape[at.dim] = shape[at.dim] // at.degree
+    if at.order == ZIGZAG and at.step:
+        shape[0], shape[at.dim] = shape[0] * 2, shape[at.dim] // 2
     return contiguous_empty(x, shape)
 
 
-def _take_kernel(
-    x: Tensor, dim: int, place: int, step: int, order: str, keys: bool, degree: int
-) -> Tensor:
-    if order != ZIGZAG:
-        return (
-            _split(x, dim, degree)
-            .select(dim, (place - step) % degree)
-            .clone(memory_format=torch.contiguous_format)
-        )
-    pair = _blocks_of(x, dim, place, step, keys, degree)
-    return torch.stack(pair, 1).flatten(0, 1) if step else torch.cat(pair, dim)
+def _take_kernel(x: Tensor, at: ContextStep) -> Tensor:
+    if at.order != ZIGZAG:
+        return at.tokens(x).clone(memory_format=torch.contiguous_format)
+    pair = at.blocks(x)
+    return torch.stack(pair, 1).flatten(0, 1) if at.step else torch.cat(pair, at.dim)
 
 
-def _add_fake(total: Tensor, more: Tensor, *_: object) -> Tensor:
+def _add_fake(total: Tensor, more: Tensor, at: ContextStep) -> Tensor:
     return contiguous_empty(total, total.shape)
 
 
-def _add_kernel(
-    total: Tensor,
-    more: Tensor,
-    dim: int,
-    place: int,
-    step: int,
-    order: str,
-    keys: bool,
-    degree: int,
-) -> Tensor:
-    return _add_into(
-        total.clone(memory_format=torch.contiguous_format),
-        more,
-        dim,
-        place,
-        step,
-        order,
-        keys,
-        degree,
-    )
+def _add_kernel(total: Tensor, more: Tensor, at: ContextStep) -> Tensor:
+    return _add_into(total.clone(memory_format=torch.contiguous_format), more, at)
 
 
-def _add_into(
-    total: Tensor,
-    more: Tensor,
-    dim: int,
-    place: int,
-    step: int,
-    order: str,
-    keys: bool,
-    degree: int,
-) -> Tensor:
-    if order == ZIGZAG:
-        parts = more.unflatten(0, (-1, 2)).unbind(1) if step else more.chunk(2, dim)
-        for part, into in zip(
-            parts, _blocks_of(total, dim, place, step, keys, degree), strict=True
-        ):
+def _add_into(total: Tensor, more: Tensor, at: ContextStep) -> Tensor:
+    if at.order == ZIGZAG:
+        parts = more.unflatten(0, (-1, 2)).unbind(1) if at.step else more.chunk(2, at.dim)
+        for part, into in zip(parts, at.blocks(total), strict=True):
             into.add_(part)
-    elif counts(place, step, order):
-        _split(total, dim, degree).select(dim, (place - step) % degree).add_(more)
+    elif counts(at.place, at.step, at.order):
+        at.tokens(total).add_(more)
     return total
 
 
@@ -178,20 +171,28 @@ def _merge_into(out: Tensor, logsumexp: Tensor, more: Tensor, more_logsumexp: Te
 
 _STEP = "int dim, int place, int step, str order, bool keys, int degree"
 
-context_take = define("context_take", f"(Tensor x, {_STEP}) -> Tensor", _take_fake, _take_kernel)
+context_take = define(
+    "context_take",
+    f"(Tensor x, {_STEP}) -> Tensor",
+    _of_step(1, _take_fake),
+    _of_step(1, _take_kernel),
+)
 """An op that returns the tokens that take part in a step: of queries and tensors laid out as these, or of keys.
 
 In zigzag order these are two blocks, stacked in the batch, but for step 0, which has all tokens of the device.
 """
 
 context_add = define(
-    "context_add", f"(Tensor total, Tensor more, {_STEP}) -> Tensor", _add_fake, _add_kernel
+    "context_add",
+    f"(Tensor total, Tensor more, {_STEP}) -> Tensor",
+    _of_step(2, _add_fake),
+    _of_step(2, _add_kernel),
 )
 """An op that returns `total` with `more` added to the tokens that `context_take` has taken."""
 
 LIBRARY.define(f"context_add_(Tensor(a!) total, Tensor more, {_STEP}) -> Tensor(a!)")
 for _key in ("CPU", "CUDA"):
-    LIBRARY.impl("context_add_", _add_into, _key)
+    LIBRARY.impl("context_add_", _of_step(2, _add_into), _key)
 context_add_ = torch.ops.piper.context_add_.default
 """The in-place variant of `context_add`; steps call it if nothing else needs `total` any more."""
 

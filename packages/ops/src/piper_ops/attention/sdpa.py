@@ -15,7 +15,7 @@ from torch import Tensor
 from piper_ops.attention.lowering import attention_lowering
 from piper_ops.attention.sdpa_kernels import (
     KERNELS,
-    AttentionOptions,
+    AttentionInputs,
     BackwardKernel,
     ForwardKernel,
 )
@@ -71,10 +71,6 @@ def _check_mask(q: Tensor, k: Tensor, mask: Tensor, is_causal: bool) -> None:
         )
 
 
-def _default_scale(q: Tensor, scale: float | None) -> float:
-    return float(q.shape[-1]) ** -0.5 if scale is None else scale
-
-
 def additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
     """Return a mask in the form that the kernels take: a bool mask becomes a float one, without another temporary."""
     if mask is None:
@@ -86,9 +82,8 @@ def additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
     return mask.unsqueeze(0) if mask.dim() == 3 else mask
 
 
-def _kernels(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
-) -> tuple[ForwardKernel, BackwardKernel]:
+def _kernels(given: AttentionInputs) -> tuple[ForwardKernel, BackwardKernel]:
+    q, k, v, mask, is_causal, _ = given
     return _chosen(q.device, q.dtype, q.shape, k.shape, v.shape, mask is not None, is_causal)
 
 
@@ -116,6 +111,12 @@ def _heads_first(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2)
 
 
+def _for_kernel(given: AttentionInputs, mask: Tensor | None) -> AttentionInputs:
+    """Return the inputs of a call as its kernel takes them, with an additive mask."""
+    q, k, v = (_heads_first(t) for t in (given.q, given.k, given.v))
+    return AttentionInputs(q, k, v, mask, given.is_causal, given.scale)
+
+
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     _check(q, k, v, *options)
     batch, queries, heads, _ = q.shape
@@ -132,22 +133,14 @@ def _attention_kernel(
     scale: float | None = None,
     *_: bool,
 ) -> tuple[Tensor, Tensor]:
-    forward = _kernels(q, k, v, mask, is_causal)[0]
-    return run_forward(forward, q, k, v, mask, is_causal, scale)
+    given = AttentionInputs(q, k, v, mask, is_causal, scale)
+    return run_forward(_kernels(given)[0], given)
 
 
-def run_forward(
-    forward: ForwardKernel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
+def run_forward(forward: ForwardKernel, given: AttentionInputs) -> tuple[Tensor, Tensor]:
     """Run piper::attention by one of `sdpa_kernels.KERNELS`."""
-    options = AttentionOptions(additive(mask, q), is_causal, _default_scale(q, scale))
-    out, lse = forward(_heads_first(q), _heads_first(k), _heads_first(v), options)
+    mask = additive(given.mask, given.q)
+    out, lse = forward(_for_kernel(given, mask))
     lse = lse.contiguous()  # first: its other copy is gone before `out` may be copied
     return out.transpose(1, 2).contiguous(), lse
 
@@ -169,30 +162,23 @@ def _dgrad_kernel(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _, backward = _kernels(q, k, v, mask, is_causal)
-    return run_backward(backward, grad_out, q, k, v, out, logsumexp, mask, is_causal, scale)
+    given = AttentionInputs(q, k, v, mask, is_causal, scale)
+    return run_backward(_kernels(given)[1], grad_out, out, logsumexp, given)
 
 
 def run_backward(
     backward: BackwardKernel,
     grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     out: Tensor,
     logsumexp: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
+    given: AttentionInputs,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run piper::attention_dgrad by one of `sdpa_kernels.KERNELS`."""
-    options = AttentionOptions(additive(mask, q), is_causal, _default_scale(q, scale))
-    grad, q, k, v, out = (
-        _heads_first(t) for t in (grad_out.contiguous(), q, k, v, out.contiguous())
-    )
+    mask = additive(given.mask, given.q)
+    grad, given = _heads_first(grad_out.contiguous()), _for_kernel(given, mask)
+    out = _heads_first(out.contiguous())
     gq, gk, gv = (
-        g.transpose(1, 2).contiguous()
-        for g in backward(grad, q, k, v, out, logsumexp.contiguous(), options)
+        g.transpose(1, 2).contiguous() for g in backward(grad, out, logsumexp.contiguous(), given)
     )
     return gq, gk, gv
 

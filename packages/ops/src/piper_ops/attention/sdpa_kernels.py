@@ -1,14 +1,15 @@
 """Hold the kernels behind piper::attention and piper::attention_dgrad, one pair per lowering.
 
-Here tensors are [batch, heads, T, head_dim] as aten takes them, with the last dimension contiguous; a mask is additive,
-of 2 or 4 dimensions. Pairs return (out, logsumexp [batch, heads, T_q]) and (grad_q, grad_k, grad_v), in whatever layout
-the kernel has. The CUDA pairs were run on an H200 (packages/ops/tests/test_ops_on_cuda.py).
+Kernels take q, k, v and their gradients as [batch, heads, T, head_dim], as aten does, with the last dimension
+contiguous; a mask is additive, of 2 or 4 dimensions. Pairs return (out, logsumexp [batch, heads, T_q]) and (grad_q,
+grad_k, grad_v), in whatever layout the kernel has. The CUDA pairs were run on an H200
+(packages/ops/tests/test_ops_on_cuda.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,44 +27,60 @@ BIAS_ALIGNMENT = 16
 """The multiple at which rows of the efficient kernel's bias start (pad_bias in aten's attention.cpp)."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionOptions:
-    """Hold the options of an attention call beside its tensors.
+class AttentionInputs(NamedTuple):
+    """Hold the tensors and options of an attention call.
 
     Attributes:
-        mask: an additive mask, see the module.
+        q: the queries.
+        k: the keys.
+        v: the values.
+        mask: says which keys a query attends to.
         is_causal: whether query i attends to keys 0..i only.
-        scale: the factor of q k^T.
+        scale: the factor of q k^T; None for head_dim ** -0.5.
     """
 
-    mask: Tensor | None
-    is_causal: bool
-    scale: float
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None = None
+    is_causal: bool = False
+    scale: float | None = None
+
+    @property
+    def factor(self) -> float:
+        return float(self.q.shape[-1]) ** -0.5 if self.scale is None else self.scale
+
+    def with_repeated_heads(self) -> AttentionInputs:
+        """Return the inputs with a head of keys and values for each head of queries."""
+        group = self.q.shape[1] // self.k.shape[1]
+        if group == 1:
+            return self
+        k, v = self.k.repeat_interleave(group, 1), self.v.repeat_interleave(group, 1)
+        return self._replace(k=k, v=v)
 
 
 Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
-ForwardKernel = Callable[[Tensor, Tensor, Tensor, AttentionOptions], Pair]
-BackwardKernel = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, AttentionOptions], Triple
-]
+ForwardKernel = Callable[[AttentionInputs], Pair]
+BackwardKernel = Callable[[Tensor, Tensor, Tensor, AttentionInputs], Triple]
+"""A function of the output's gradient, the output, its logsumexp and the inputs."""
 
 
-def cpu_flash(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
+def cpu_flash(given: AttentionInputs) -> Pair:
     """Run torch's flash attention for CPU: any float dtype, with or without a mask."""
+    q, k, v, mask, is_causal, _ = given
     output, lse = _cpu_flash(
-        q, k, v, 0.0, o.is_causal, attn_mask=cpu_mask(o.mask, q), scale=o.scale
+        q, k, v, 0.0, is_causal, attn_mask=cpu_mask(mask, q), scale=given.factor
     )
     return output, lse
 
 
-def cpu_flash_dgrad(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions
-) -> Triple:
+def cpu_flash_dgrad(grad: Tensor, out: Tensor, lse: Tensor, given: AttentionInputs) -> Triple:
     """Run the backward of `cpu_flash`."""
-    mask = cpu_mask(o.mask, q)
+    q, k, v, mask, is_causal, _ = given
+    mask = cpu_mask(mask, q)
     grads: Triple = _cpu_flash_backward(
-        grad, q, k, v, out, lse, 0.0, o.is_causal, attn_mask=mask, scale=o.scale
+        grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=given.factor
     )
     return grads
 
@@ -75,18 +92,17 @@ def cpu_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
     return mask.to(q.dtype)
 
 
-def cuda_flash(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
+def cuda_flash(given: AttentionInputs) -> Pair:
     """Run FlashAttention-2 as aten ships it: half precision, no mask."""
     output, lse = aten._scaled_dot_product_flash_attention(
-        q, k, v, 0.0, o.is_causal, False, scale=o.scale
+        given.q, given.k, given.v, 0.0, given.is_causal, False, scale=given.factor
     )[:2]
     return output, lse
 
 
-def cuda_flash_dgrad(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions
-) -> Triple:
+def cuda_flash_dgrad(grad: Tensor, out: Tensor, lse: Tensor, given: AttentionInputs) -> Triple:
     """Run the backward of `cuda_flash`."""
+    q, k, v, _, is_causal, _ = given
     # without dropout these are not read
     seed, offset = (torch.empty(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ()))
     grads: Triple = aten._scaled_dot_product_flash_attention_backward(
@@ -101,26 +117,25 @@ def cuda_flash_dgrad(
         q.shape[2],
         k.shape[2],
         0.0,
-        o.is_causal,
+        is_causal,
         seed,
         offset,
-        scale=o.scale,
+        scale=given.factor,
     )
     return grads
 
 
-def cuda_cudnn(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
+def cuda_cudnn(given: AttentionInputs) -> Pair:
     """Run cuDNN's fused attention: half precision, no mask, no grouped heads."""
     output, lse = aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, o.is_causal, False, scale=o.scale
+        given.q, given.k, given.v, None, True, 0.0, given.is_causal, False, scale=given.factor
     )[:2]
-    return output, lse.reshape(q.shape[:3])
+    return output, lse.reshape(given.q.shape[:3])
 
 
-def cuda_cudnn_dgrad(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions
-) -> Triple:
+def cuda_cudnn_dgrad(grad: Tensor, out: Tensor, lse: Tensor, given: AttentionInputs) -> Triple:
     """Run the backward of `cuda_cudnn`."""
+    q, k, v, _, is_causal, _ = given
     seed, offset = (
         torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2)
     )  # unread without dropout
@@ -139,29 +154,28 @@ def cuda_cudnn_dgrad(
         None,
         *lengths,
         0.0,
-        o.is_causal,
-        scale=o.scale,
+        is_causal,
+        scale=given.factor,
     )
     return grads
 
 
-def cuda_efficient(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
+def cuda_efficient(given: AttentionInputs) -> Pair:
     """Run aten's memory-efficient attention: with a mask as bias; grouped heads are repeated."""
-    k, v = _repeat_heads(q, k, v)
-    bias = aligned_bias(q, k, o.mask)
+    given = given.with_repeated_heads()
+    q, k, v, mask, is_causal, _ = given
     output, lse = aten._scaled_dot_product_efficient_attention(
-        q, k, v, bias, True, 0.0, o.is_causal, scale=o.scale
+        q, k, v, aligned_bias(q, k, mask), True, 0.0, is_causal, scale=given.factor
     )[:2]
     return output, lse[..., : q.shape[2]]
 
 
-def cuda_efficient_dgrad(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions
-) -> Triple:
+def cuda_efficient_dgrad(grad: Tensor, out: Tensor, lse: Tensor, given: AttentionInputs) -> Triple:
     """Run the backward of `cuda_efficient`; gradients of repeated heads are summed."""
-    kv_heads = k.shape[1]
-    k, v = _repeat_heads(q, k, v)
-    bias = aligned_bias(q, k, o.mask)
+    kv_heads = given.k.shape[1]
+    given = given.with_repeated_heads()
+    q, k, v, mask, is_causal, _ = given
+    bias = aligned_bias(q, k, mask)
     # padding rows must give exp(score - lse) = 0
     lse = torch.nn.functional.pad(lse, (0, -q.shape[2] % LSE_ALIGNMENT), value=float("inf"))
     seed, offset = (
@@ -179,8 +193,8 @@ def cuda_efficient_dgrad(
         offset,
         0.0,
         [True, True, True, False],
-        o.is_causal,
-        scale=o.scale,
+        is_causal,
+        scale=given.factor,
     )
     return gq, _sum_groups(gk, kv_heads), _sum_groups(gv, kv_heads)
 
@@ -195,38 +209,37 @@ def aligned_bias(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
     return padded.expand(q.shape[0], q.shape[1], q.shape[2], keys)
 
 
-def math(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
+def math(given: AttentionInputs) -> Pair:
     """Compute softmax(q k^T scale + mask) v in float32 (float64 for float64), with T_q x T_k matrices in memory."""
-    k, v = _repeat_heads(q, k, v)
-    scores = _scores(q, k, o)
+    given = given.with_repeated_heads()
+    scores = _scores(given)
     lse = scores.logsumexp(-1)
-    output = _probabilities(scores, lse) @ v.to(scores.dtype)
-    return output.to(q.dtype), lse
+    output = _probabilities(scores, lse) @ given.v.to(scores.dtype)
+    return output.to(given.q.dtype), lse
 
 
-def math_dgrad(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions
-) -> Triple:
+def math_dgrad(grad: Tensor, out: Tensor, lse: Tensor, given: AttentionInputs) -> Triple:
     """Compute dS = P * (dO v^T - rowsum(dO * O)), as in FlashAttention (arXiv 2205.14135, appendix B.2)."""
-    kv_heads = k.shape[1]
-    k, v = _repeat_heads(q, k, v)
-    p = _probabilities(_scores(q, k, o), lse)
+    kv_heads = given.k.shape[1]
+    given = given.with_repeated_heads()
+    p = _probabilities(_scores(given), lse)
+    q, k, v, *_ = given
     grad, out, kf, vf, qf = (t.to(p.dtype) for t in (grad, out, k, v, q))
     gv = p.mT @ grad
     row = (grad * out).sum(-1, keepdim=True)
-    ds = (grad @ vf.mT).sub_(row).mul_(p).mul_(o.scale)
+    ds = (grad @ vf.mT).sub_(row).mul_(p).mul_(given.factor)
     gk = ds.mT @ qf
     grads = (ds @ kf, _sum_groups(gk, kv_heads), _sum_groups(gv, kv_heads))
     return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
 
 
-def _scores(q: Tensor, k: Tensor, o: AttentionOptions) -> Tensor:
-    dtype = accumulate_dtype(q.dtype)
-    scores = (q.to(dtype) @ k.to(dtype).mT).mul_(o.scale)
-    if o.mask is not None:
-        scores.add_(o.mask)
-    if o.is_causal:
-        above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+def _scores(given: AttentionInputs) -> Tensor:
+    dtype = accumulate_dtype(given.q.dtype)
+    scores = (given.q.to(dtype) @ given.k.to(dtype).mT).mul_(given.factor)
+    if given.mask is not None:
+        scores.add_(given.mask)
+    if given.is_causal:
+        above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
         scores.masked_fill_(above, float("-inf"))
     return scores
 
@@ -235,11 +248,6 @@ def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
     # a row that is masked whole attends to nothing: its logsumexp is -inf, its output 0 as in torch's safe softmax
     finite = lse.masked_fill(lse == float("-inf"), 0.0)
     return (scores - finite.unsqueeze(-1)).exp_()
-
-
-def _repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    group = q.shape[1] // k.shape[1]
-    return (k, v) if group == 1 else (k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
 
 
 def _sum_groups(grad: Tensor, kv_heads: int) -> Tensor:

@@ -25,7 +25,7 @@ from piper_ops.attention.lowering import LoweringName, attention_lowering
 from piper_ops.attention.sdpa_kernels import (
     KERNELS,
     LSE_ALIGNMENT,
-    AttentionOptions,
+    AttentionInputs,
     BackwardKernel,
     ForwardKernel,
     aligned_bias,
@@ -104,35 +104,27 @@ class _Fused:
     name: LoweringName
     own: int = 0
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions
-    ) -> tuple[Tensor, Tensor]:
-        inside = self._inside(q, k, o)
-        out = self._result(q, self.name != "cuda_efficient", v.shape[3])
-        logsumexp = self._logsumexp(q)
+    def forward(self, given: AttentionInputs) -> tuple[Tensor, Tensor]:
+        inside = self._inside(given)
+        out = self._result(given.q, self.name != "cuda_efficient", given.v.shape[3])
+        logsumexp = self._logsumexp(given.q)
         del inside
         return out, logsumexp
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        o: AttentionOptions,
+        self, grad: Tensor, out: Tensor, lse: Tensor, given: AttentionInputs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        inside = self._inside(q, k, o)
+        inside = self._inside(given)
         gq, gk, gv = (
             self._result(t, self.name in ("cuda_flash", "cuda_cudnn"), t.shape[3])
-            for t in (q, k, v)
+            for t in (given.q, given.k, given.v)
         )
         del inside
         return gq, gk, gv
 
-    def _inside(self, q: Tensor, k: Tensor, o: AttentionOptions) -> tuple[Tensor | None, Tensor]:
-        bias = aligned_bias(q, k, o.mask) if self.name == "cuda_efficient" else cpu_mask(o.mask, q)
+    def _inside(self, given: AttentionInputs) -> tuple[Tensor | None, Tensor]:
+        q, k, _, mask, *_ = given
+        bias = aligned_bias(q, k, mask) if self.name == "cuda_efficient" else cpu_mask(mask, q)
         return bias, q.new_empty(self.own, dtype=torch.uint8)
 
     def _logsumexp(self, q: Tensor) -> Tensor:
@@ -162,17 +154,11 @@ def _around(call: Call, kernel: _Fused) -> int:
 
 
 def _run(call: Call, forward: ForwardKernel, backward: BackwardKernel) -> int:
-    q, k, v, *options = (
-        _on_meta(call.args[name]) for name in ("q", "k", "v", "mask", "is_causal", "scale")
-    )
+    given = AttentionInputs(*(_on_meta(call.args[name]) for name in AttentionInputs._fields))
     if "grad_out" not in call.args:
-        return peak_bytes_inside(sdpa.run_forward, forward, q, k, v, *options)
-    grad, output, logsumexp = (
-        _on_meta(call.args[name]) for name in ("grad_out", "out", "logsumexp")
-    )
-    return peak_bytes_inside(
-        sdpa.run_backward, backward, grad, q, k, v, output, logsumexp, *options
-    )
+        return peak_bytes_inside(sdpa.run_forward, forward, given)
+    tensors = (_on_meta(call.args[name]) for name in ("grad_out", "out", "logsumexp"))
+    return peak_bytes_inside(sdpa.run_backward, backward, *tensors, given)
 
 
 def _rms_norm(call: Call) -> Workspace | None:

@@ -7,7 +7,7 @@ torchao does with `emulate=True`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,39 +31,48 @@ def _mm_fake(
 def _mm_kernel(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    if a.is_cuda and _on_tensor_cores(a, scale_a, b, scale_b):
-        return _scaled_mm(a, scale_a, b, scale_b, dtype, fast)
+    first, second = Quantised(a, scale_a), Quantised(b, scale_b)
+    if a.is_cuda and _on_tensor_cores(first, second):
+        return _scaled_mm(first, second, dtype, fast)
     wide = accumulate_dtype(dtype)
-    return torch.mm(_dequantised(a, scale_a, wide), _dequantised(b, scale_b, wide)).to(dtype)
+    return torch.mm(first.dequantised(wide), second.dequantised(wide)).to(dtype)
 
 
-def _dequantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    wide = x.to(dtype)
-    in_blocks(wide, *scale.shape).div_(scale[:, None, :, None])
-    return wide
+class Quantised(NamedTuple):
+    """Hold a matrix in float8, and the scales of its blocks."""
+
+    matrix: Tensor
+    scale: Tensor
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """Return the matrix in a wider dtype, divided by its scales."""
+        wide = self.matrix.to(dtype)
+        in_blocks(wide, *self.scale.shape).div_(self.scale[:, None, :, None])
+        return wide
+
+    def transposed(self) -> Quantised:
+        return Quantised(self.matrix.t(), self.scale.t())
 
 
-def _on_tensor_cores(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> bool:
-    rows, summed = a.shape
-    columns = b.shape[1]
-    scaled = {tuple(scale_a.shape), tuple(reversed(scale_b.shape))}
+def _on_tensor_cores(a: Quantised, b: Quantised) -> bool:
+    rows, summed = a.matrix.shape
+    columns = b.matrix.shape[1]
+    scaled = {tuple(a.scale.shape), tuple(reversed(b.scale.shape))}
     return (
-        torch.cuda.get_device_capability(a.device) >= CAPABILITY
+        torch.cuda.get_device_capability(a.matrix.device) >= CAPABILITY
         and not summed % DIVISOR
         and not columns % DIVISOR
         and scaled <= {(1, 1), (rows, 1), (columns, 1)}
     )
 
 
-def _scaled_mm(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool
-) -> Tensor:
+def _scaled_mm(a: Quantised, b: Quantised, dtype: torch.dtype, fast: bool) -> Tensor:
     """Multiply on tensor cores, as torchao 0.18 does (float8/float8_ops.py: addmm_float8_unwrapped).
 
     Scales by row without fast accumulation are applied to the result, since the kernel that takes them is slow so.
     """
-    left, right = scale_a.reciprocal(), scale_b.reciprocal()
-    rows, columns = a.shape[0], b.shape[1]
+    left, right = a.scale.reciprocal(), b.scale.reciprocal()
+    rows, columns = a.matrix.shape[0], b.matrix.shape[1]
     after = None
     if max(left.numel(), right.numel()) > 1:
         if fast:
@@ -77,8 +86,8 @@ def _scaled_mm(
         left, right = left.view(()), right.view(())
     # by row the kernel gives bfloat16 alone
     kept = torch.bfloat16 if left.dim() else dtype
-    first = a if a.stride(1) == 1 else a.contiguous()
-    second = b if b.stride(0) == 1 else b.t().contiguous().t()
+    first = a.matrix if a.matrix.stride(1) == 1 else a.matrix.contiguous()
+    second = b.matrix if b.matrix.stride(0) == 1 else b.matrix.t().contiguous().t()
     result = torch._scaled_mm(first, second, left, right, out_dtype=kept, use_fast_accum=fast)
     return (result if after is None else result.mul_(after)).to(dtype)
 
@@ -96,13 +105,11 @@ float8_mm = define(
 """
 
 
-def _quantised(
-    x: Tensor, operand: QuantisedOperand, kept: int, power: bool
-) -> tuple[Tensor, Tensor]:
-    """Return a matrix in float8, and its scales; `kept` is the dimension that the result of the product has, too."""
+def _quantised(x: Tensor, operand: QuantisedOperand, kept: int, power: bool) -> Quantised:
+    """Return a matrix in float8; `kept` is the dimension that the result of the product has, too."""
     blocks = (operand.kept, operand.summed)[:: -1 if kept else 1]
     scale = float8_scale(x, *blocks, operand.dtype, power)
-    return float8_cast(x, scale, operand.dtype), scale
+    return Quantised(float8_cast(x, scale, operand.dtype), scale)
 
 
 class _Linear(torch.autograd.Function):
@@ -117,14 +124,14 @@ class _Linear(torch.autograd.Function):
         made = RECIPES[recipe]
         of_input, of_weight = made.forward
         rows = x.reshape(-1, x.shape[-1])
-        a, scale_a = _quantised(rows, of_input, 0, made.power)
-        b, scale_b = _quantised(weight, of_weight, 0, made.power)
-        result = float8_mm(a, scale_a, b.t(), scale_b.t(), x.dtype, True)
+        a = _quantised(rows, of_input, 0, made.power)
+        b = _quantised(weight, of_weight, 0, made.power)
+        result = float8_mm(*a, *b.transposed(), x.dtype, True)
         ctx.recipe, ctx.shape = made, x.shape
         if saved == "input" or made.wgrad is None:
             ctx.save_for_backward(weight, rows)
         elif of_input.alike:
-            ctx.save_for_backward(weight, a, scale_a)
+            ctx.save_for_backward(weight, *a)
         else:
             ctx.save_for_backward(weight, *_quantised(rows, made.wgrad[1], 1, made.power))
         return torch.Tensor.view(result, *x.shape[:-1], weight.shape[0])
@@ -141,8 +148,8 @@ class _Linear(torch.autograd.Function):
         if wants_input or shared:
             known = _quantised(rows, of_grad, 0, made.power)
         if wants_input and known is not None:
-            b, scale_b = _quantised(weight, of_weight, 1, made.power)
-            grad_input = float8_mm(*known, b, scale_b, grad.dtype, False).view(ctx.shape)
+            b = _quantised(weight, of_weight, 1, made.power)
+            grad_input = float8_mm(*known, *b, grad.dtype, False).view(ctx.shape)
         if wants_weight:
             known = known if shared else None
             grad_weight = _weight_gradient(made.wgrad, made.power, rows, known, saved)
@@ -153,15 +160,15 @@ def _weight_gradient(
     operands: QuantisedOperands | None,
     power: bool,
     grad: Tensor,
-    quantised: tuple[Tensor, Tensor] | None,
+    quantised: Quantised | None,
     saved: list[Tensor],
 ) -> Tensor:
     """Return dy^T x; `saved` is x, or x in float8 with its scales."""
     if operands is None:
         return torch.mm(grad.t(), saved[0])
-    a, scale_a = quantised or _quantised(grad, operands[0], 1, power)
-    b, scale_b = saved if len(saved) == 2 else _quantised(saved[0], operands[1], 1, power)
-    product: Tensor = float8_mm(a.t(), scale_a.t(), b, scale_b, grad.dtype, False)
+    a = quantised or _quantised(grad, operands[0], 1, power)
+    b = saved if len(saved) == 2 else _quantised(saved[0], operands[1], 1, power)
+    product: Tensor = float8_mm(*a.transposed(), *b, grad.dtype, False)
     return product
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,35 +27,37 @@ STATISTICS = 2
 """The numbers per token that devices exchange."""
 
 
-def own_numbers(
-    numbers: Tensor,
-    size: int,
-    place: Sequence[int],
-    degree: Sequence[int],
-    rest: Sequence[int],
-    ignored: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the places of numbers in a device's part, 0 if another device has them, and a mask of the ones it has.
+class VocabularyPart(NamedTuple):
+    """Hold the place of a device's part in the whole vocabulary.
 
-    Args:
-        numbers: numbers of the whole vocabulary.
-        size: how many the device has.
+    Attributes:
+        size: the numbers of the part.
         place: the device's place along each axis.
         degree: the number of devices along each axis.
         rest: how many of the vocabulary's numbers lie inside of each axis.
-        ignored: a mask of numbers that mean nothing; no device has these.
-
-    Raises:
-        IndexError: a number is not in the vocabulary (a CPU says so; a GPU stops at its next synchronisation).
     """
-    outside = (numbers < 0) | (numbers >= size * prod(degree))
-    _refuse(outside if ignored is None else outside & ~ignored, size * prod(degree))
-    mine = ~outside if ignored is None else ~(outside | ignored)
-    for at, count, inner in zip(place, degree, rest, strict=True):
-        block = numbers // inner
-        mine &= block % count == at
-        numbers = block // count * inner + numbers % inner
-    return numbers.masked_fill_(~mine, 0), mine
+
+    size: int
+    place: Sequence[int]
+    degree: Sequence[int]
+    rest: Sequence[int]
+
+    def own(self, numbers: Tensor, ignored: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the places of numbers in the part, 0 if another device has them, and a mask of the ones in it.
+
+        `numbers` are of the whole vocabulary; `ignored` is a mask of numbers that mean nothing, and that no device has.
+        Raises IndexError for a number that is not in the vocabulary (a CPU says so; a GPU stops at its next
+        synchronisation).
+        """
+        whole = self.size * prod(self.degree)
+        outside = (numbers < 0) | (numbers >= whole)
+        _refuse(outside if ignored is None else outside & ~ignored, whole)
+        mine = ~outside if ignored is None else ~(outside | ignored)
+        for at, count, inner in zip(self.place, self.degree, self.rest, strict=True):
+            block = numbers // inner
+            mine &= block % count == at
+            numbers = block // count * inner + numbers % inner
+        return numbers.masked_fill_(~mine, 0), mine
 
 
 def _refuse(wrong: Tensor, size: int) -> None:
@@ -79,7 +82,7 @@ def _embedding_kernel(
     degree: Sequence[int],
     rest: Sequence[int],
 ) -> Tensor:
-    local, mine = own_numbers(indices, weight.shape[0], place, degree, rest)
+    local, mine = VocabularyPart(weight.shape[0], place, degree, rest).own(indices)
     return torch.embedding(weight, local).masked_fill_(mine.logical_not_().unsqueeze(-1), 0)
 
 
@@ -98,7 +101,7 @@ def _embedding_dgrad_kernel(
 ) -> Tensor:
     """Return the gradient of a device's rows. Torch's kernel skips the rows of other devices as padding."""
     padding = (indices == padding_idx) if padding_idx >= 0 else None
-    local, mine = own_numbers(indices, rows, place, degree, rest, padding)
+    local, mine = VocabularyPart(rows, place, degree, rest).own(indices, padding)
     local.masked_fill_(mine.logical_not_(), rows)
     del mine, padding
     result: Tensor = aten.embedding_dense_backward(grad, local, rows, rows, False)
@@ -128,7 +131,8 @@ def _part_kernel(
 ) -> Tensor:
     """Return each row's logsumexp over the own classes, -inf if all of these are, and its target's logit or 0."""
     result = logits.new_empty((STATISTICS, logits.shape[0]), dtype=accumulate_dtype(logits.dtype))
-    local, mine = own_numbers(target, logits.shape[1], place, degree, rest, target == ignore_index)
+    part = VocabularyPart(logits.shape[1], place, degree, rest)
+    local, mine = part.own(target, target == ignore_index)
     result[1] = logits.gather(1, local.unsqueeze(1)).squeeze(1)
     result[1].masked_fill_(mine.logical_not_(), 0)
     del local, mine
@@ -183,7 +187,8 @@ def _part_dgrad_kernel(
     ignore_index: int = -100,
 ) -> Tensor:
     """Return (exp(logits - logsumexp) - onehot(target)) * row_scale on the own classes; the logsumexp is over all."""
-    index, mine = own_numbers(target, logits.shape[1], place, degree, rest, target == ignore_index)
+    part = VocabularyPart(logits.shape[1], place, degree, rest)
+    index, mine = part.own(target, target == ignore_index)
     index, less = index.unsqueeze(1), mine.to(logsumexp.dtype).neg_().unsqueeze(1)
     del mine
     scale = _row_scale(grad_loss, target, logsumexp.dtype, reduction, ignore_index)
