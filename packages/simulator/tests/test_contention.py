@@ -25,6 +25,7 @@ from piper_simulator.contention.rates import Flow, fair_rates
 from piper_simulator.durations.communication import by_formula, rank_group
 from piper_simulator.durations.device_model import Work
 from piper_simulator.times import engine
+from piper_simulator.times.step_work import StepWork
 from tests.helpers.cases import each_case
 from tests.helpers.random_plans import PlanBuilder, random_plan
 
@@ -306,7 +307,7 @@ def test_no_more_steps_run_than_show_that_they_repeat() -> None:
     step = calls(lambda: engine.run_engine(prepared, durations, flows=found))
     assert (
         2.5 * step
-        < calls(lambda: engine.period(prepared, durations, found, latency=0.0, issue=0.0))
+        < calls(lambda: engine.step_and_period(StepWork(prepared, durations, flows=found)))
         < 4.2 * step
     )
 
@@ -315,7 +316,7 @@ def test_no_more_steps_run_than_show_that_they_repeat() -> None:
 def test_the_period_of_a_plan_is_that_of_its_sweep_or_longer(seed: int) -> None:
     plan, durations, found = random_flows(seed)
     prepared = prepare(plan)
-    period = engine.period(prepared, durations, found, latency=plan.hop, issue=0.01)
+    _, period = engine.step_and_period(StepWork(prepared, durations, plan.hop, 0.01, found))
     assert period >= 0.99 * steady_state.period(prepared, durations, latency=plan.hop, issue=0.01)
 
 

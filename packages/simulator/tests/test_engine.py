@@ -14,6 +14,7 @@ from piper_simulator.contention.loads import TimedPiece
 from piper_simulator.contention.rates import Flow
 from piper_simulator.times import engine
 from piper_simulator.times.engine import run_engine
+from piper_simulator.times.step_work import StepWork
 from tests.helpers.cases import each_case
 from tests.helpers.random_plans import PlanBuilder, random_plan
 
@@ -119,6 +120,6 @@ def test_pieces_inside_of_steps_end_when_an_event_for_each_ends_them(
     asked = {"latency": plan.hop, "issue": issue, "inside": inside}
     whole = engine.run_engine(prepared, durations, steps=2, flows=flows, **asked)
     assert whole == simpy_engine.run_engine(prepared, durations, steps=2, flows=flows, **asked)
-    alone, period = engine.step_and_period(prepared, durations, flows, **asked)
+    alone, period = engine.step_and_period(StepWork(prepared, durations, flows=flows, **asked))
     assert [alone] == simpy_engine.run_engine(prepared, durations, flows=flows, **asked)
     assert period == simpy_engine.period(prepared, durations, flows, **asked)

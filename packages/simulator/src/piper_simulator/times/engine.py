@@ -44,51 +44,31 @@ def run_engine(
     load on links and devices, and its duration (0 for that in `durations`); None: nothing is shared. `inside` has the
     pieces of the nodes with messages inside of their steps, which share links like others.
     """
-    work = StepWork(prepared, durations, latency, issue, flows, inside or {})
-    return _run(_Engine(work, steps, _no_times(prepared, steps)))
+    return run_steps(StepWork(prepared, durations, latency, issue, flows, inside), steps)
+
+
+def run_steps(work: StepWork, steps: int = 1) -> list[Times]:
+    """Return the times of `run_engine`."""
+    return _run(_Engine(work, steps, _no_times(work.prepared, steps)))
 
 
 PERIOD_STEPS = 6, 16
 """The numbers of steps that are run to see them repeat, first the one, then the other."""
 
 
-def period(
-    prepared: Prepared,
-    durations: Sequence[float],
-    flows: Sequence[Flow],
-    *,
-    latency: float,
-    issue: float,
-    inside: Mapping[int, Sequence[TimedPiece]] | None = None,
-) -> float:
-    """Return the period as `piper_ir.fold.steady_state.period` does, but under contention.
+def step_and_period(work: StepWork) -> tuple[Times, float]:
+    """Return the times of one step alone, and the period as `piper_ir.fold.steady_state.period`, but under contention.
 
     Steps run until they repeat, to 1e-9. They count as long as every stream has more to come, since afterwards there is
     less to share with. If a stream runs so far ahead that hardly any step is left, all count.
-    """
-    return step_and_period(prepared, durations, flows, latency=latency, issue=issue, inside=inside)[
-        1
-    ]
-
-
-def step_and_period(
-    prepared: Prepared,
-    durations: Sequence[float],
-    flows: Sequence[Flow],
-    *,
-    latency: float,
-    issue: float,
-    inside: Mapping[int, Sequence[TimedPiece]] | None = None,
-) -> tuple[Times, float]:
-    """Return the times of one step alone, and the `period`.
 
     Steps that follow each other do the same as one alone until a stream has ended its part of it. So they go on from a
     copy of the engine at that moment.
     """
-    work = StepWork(prepared, durations, latency, issue, flows, inside or {})
+    prepared = work.prepared
     engine = _Engine(work, 1, _no_times(prepared, 1), branches=True)
     (alone,) = _run(engine)
-    host = host_seconds(prepared, issue)
+    host = host_seconds(prepared, work.issue)
     if not prepared.streams:
         return alone, 0.0
     assert engine.branch is not None, "some stream has ended"

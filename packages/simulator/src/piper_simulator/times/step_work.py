@@ -37,32 +37,27 @@ class StreamPart:
     groups: Sequence[int]
 
 
+@dataclass(eq=False)
 class StepWork:
-    """Hold the work of each step; see `piper_simulator.times.engine.run_engine`. Engines share it.
+    """Hold the work of each step; see `piper_simulator.times.engine.run_engine` for the fields. Engines share it.
 
     Attributes:
         parts: by stream, its instructions.
         profiles: node -> the pieces of an instruction with messages inside of its steps.
     """
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        durations: Sequence[float],
-        latency: float,
-        issue: float,
-        flows: Sequence[Flow] | None,
-        inside: Mapping[int, Sequence[TimedPiece]],
-    ) -> None:
-        self.prepared, self.durations, self.latency, self.issue = (
-            prepared,
-            durations,
-            latency,
-            issue,
-        )
-        self.shares = flows is not None
-        self._flows: Sequence[Flow | None] = flows or [None] * len(prepared.groups)
-        self.profiles = self._profiles(inside)
+    prepared: Prepared
+    durations: Sequence[float]
+    latency: float = 0.0
+    issue: float = 0.0
+    flows: Sequence[Flow] | None = None
+    inside: Mapping[int, Sequence[TimedPiece]] | None = None
+
+    def __post_init__(self) -> None:
+        prepared = self.prepared
+        self.shares = self.flows is not None
+        self._flows: Sequence[Flow | None] = self.flows or [None] * len(prepared.groups)
+        self.profiles = self._profiles(self.inside or {})
         self._place = array("q", [0]) * len(prepared)  # of a node on its stream, counted from 1
         for nodes in prepared.streams:
             for k, node in enumerate(nodes, 1):

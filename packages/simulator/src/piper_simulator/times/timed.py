@@ -15,7 +15,8 @@ from piper_simulator.contention.flows import named_sms, wiring
 from piper_simulator.contention.loads import SharedFlows, all_loads
 from piper_simulator.durations.checked import model_for
 from piper_simulator.durations.cost_model import CostModelFactory, Work, given_only, work_of
-from piper_simulator.times import engine
+from piper_simulator.times.engine import run_steps, step_and_period
+from piper_simulator.times.step_work import StepWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ def step_alone(taken: PlanWork) -> Times:
     if taken.flows is None:
         seconds = _alone(taken)
         return sweep(taken.prepared, seconds, latency=taken.latency, issue=taken.issue)
-    return _run(taken)[0]
+    return run_steps(_step_work(taken))[0]
 
 
 def time_steps(taken: PlanWork, steps: int = 1) -> Timed:
@@ -119,16 +120,16 @@ def time_steps(taken: PlanWork, steps: int = 1) -> Timed:
 
     A step is run alone, too, because a next step would slow down its end.
     """
-    prepared, durations, flows = taken.prepared, _alone(taken), taken.flows
-    latency, issue = taken.latency, taken.issue
-    if flows is None:
-        times = _run(taken, steps)
-        period_s = steady_state.period(prepared, durations, latency=latency, issue=issue)
+    work = _step_work(taken)
+    prepared, durations = taken.prepared, work.durations
+    if taken.flows is None:
+        times = run_steps(work, steps)
+        period_s = steady_state.period(
+            prepared, durations, latency=taken.latency, issue=taken.issue
+        )
         return Timed(times[0], times[-1], durations, period_s, None)
-    first, period_s = engine.step_and_period(
-        prepared, durations, flows.messages, latency=latency, issue=issue, inside=flows.inside
-    )
-    last = _run(taken, steps)[-1] if steps > 1 else first
+    first, period_s = step_and_period(work)
+    last = run_steps(work, steps)[-1] if steps > 1 else first
     lasted = [end - start for start, end in zip(first.start, first.end, strict=True)]
     slowed = [
         sum(lasted[node] - durations[node] for node in range(a, b) if prepared.group_of[node] < 0)
@@ -137,17 +138,10 @@ def time_steps(taken: PlanWork, steps: int = 1) -> Timed:
     return Timed(first, last, lasted, period_s, max(0.0, *slowed))
 
 
-def _run(taken: PlanWork, steps: int = 1) -> list[Times]:
+def _step_work(taken: PlanWork) -> StepWork:
     flows = taken.flows
-    return engine.run_engine(
-        taken.prepared,
-        _alone(taken),
-        latency=taken.latency,
-        issue=taken.issue,
-        steps=steps,
-        flows=None if flows is None else flows.messages,
-        inside=None if flows is None else flows.inside,
-    )
+    messages, inside = (None, None) if flows is None else (flows.messages, flows.inside)
+    return StepWork(taken.prepared, _alone(taken), taken.latency, taken.issue, messages, inside)
 
 
 def _alone(taken: PlanWork) -> list[float]:
