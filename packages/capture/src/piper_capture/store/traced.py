@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -14,6 +15,7 @@ from piper_capture.trace.dynamo import Forward
 from piper_ir.program.program import Chunk, Program
 
 
+@dataclass(eq=False)
 class Traced:
     """Hold a traced model, and its captures with the usual layers or others.
 
@@ -25,27 +27,23 @@ class Traced:
         layers: the usual layers.
         outline: the program with these, without its steps and tensors.
         reduce: the dtype of gradient accumulators; None for the dtype of their parameters.
+        make: makes the capture with the usual layers.
         experts: whether the model has regions of experts, which devices may share.
         layered: the captures with other layers, by the layers that were asked for.
     """
 
-    def __init__(
-        self,
-        forward: Forward,
-        layers: Layers,
-        outline: Program,
-        reduce: torch.dtype | None,
-        make: Callable[[], Captured],
-        experts: bool,
-    ) -> None:
-        self.forward, self.layers, self.outline, self.reduce = forward, layers, outline, reduce
-        self.layered: dict[tuple[str, ...], Captured] = {}
-        self._make, self.experts = make, experts
+    forward: Forward
+    layers: Layers
+    outline: Program
+    reduce: torch.dtype | None
+    make: Callable[[], Captured]
+    experts: bool
+    layered: dict[tuple[str, ...], Captured] = field(default_factory=dict)
 
     @cached_property
     def assembled(self) -> Captured:
         """Return the capture with the usual layers."""
-        return self._make()
+        return self.make()
 
     @property
     def has_cross_entropy(self) -> bool:

@@ -348,7 +348,6 @@ class _Final:
     def __init__(self, drafted: Drafted, freed: Releases) -> None:
         self.drafted = drafted
         self.dying = self._dying(freed)
-        self.start = _Trace()
 
     def _dying(self, freed: Releases) -> list[Dying]:
         """Return the values that die in each instruction that computes."""
@@ -365,11 +364,8 @@ class _Final:
 
     def role(self, a: int, b: int) -> tuple[list[InstrTemplate], list[int]]:
         """Return the templates of a role's instructions a to b, and which each uses."""
-        templates: list[InstrTemplate] = []
-        known: dict[object, int] = {}
-        kinds: dict[int, int] = {}
-        start = self.start = _Trace()
-        traces: dict[int, _Trace] = {}
+        made = _RoleTemplates()
+        start, traces = made.start, made.traces
         numbers: list[int] = []
         transfers: dict[int, int] = {}
         mbs = self.drafted.mb[a:b].tolist()
@@ -377,49 +373,52 @@ class _Final:
             if template.stream != COMPUTE:
                 number = transfers.get(id(template))
                 if number is None:
-                    number = transfers[id(template)] = len(templates)
-                    kind = kinds.setdefault(id(template), len(kinds))
-                    templates.append(_with_frees(template, kind, {}, ()))
+                    number = transfers[id(template)] = made.add(template, {}, ())
                 numbers.append(number)
                 continue
             if mb < 0 or template.aheads != (0,):
-                numbers.append(self._joining(template, mb, dying, traces, known, kinds, templates))
+                numbers.append(made.joining(template, mb, dying))
                 continue
             before = traces.get(mb, start)
             trace = traces[mb] = before.then.get((id(template), 0)) or before.after(template, 0)
             number = trace.known.get(dying)
             if number is None:
-                number = trace.known[dying] = len(templates)
-                kind = kinds.setdefault(id(template), len(kinds))
-                templates.append(_with_frees(template, kind, {0: trace}, dying))
+                number = trace.known[dying] = made.add(template, {0: trace}, dying)
             numbers.append(number)
-        return _shared(templates, numbers)
+        return _shared(made.templates, numbers)
 
-    def _joining(
-        self,
-        template: _Template,
-        mb: int,
-        dying: Dying,
-        traces: dict[int, _Trace],
-        known: dict[object, int],
-        kinds: dict[int, int],
-        templates: list[InstrTemplate],
-    ) -> int:
+
+class _RoleTemplates:
+    """Collect the templates of a role's instructions.
+
+    Attributes:
+        start: the trace before the first instruction.
+        traces: by microbatch, its trace so far.
+    """
+
+    def __init__(self) -> None:
+        self.templates: list[InstrTemplate] = []
+        self.start, self.traces = _Trace(), dict[int, _Trace]()
+        self._known: dict[object, int] = {}
+        self._kinds: dict[int, int] = {}
+
+    def add(self, template: _Template, traces: Mapping[int, _Trace], dying: Dying) -> int:
+        """Add a template with the frees of its parts, and return its number."""
+        kind = self._kinds.setdefault(id(template), len(self._kinds))
+        self.templates.append(_with_frees(template, kind, traces, dying))
+        return len(self.templates) - 1
+
+    def joining(self, template: _Template, mb: int, dying: Dying) -> int:
         """Return the number of a template that computes and joins microbatches, or is of none."""
         own_traces: list[_Trace] = []
         for n in template.aheads if mb >= 0 else ():
-            trace = traces[mb + n] = traces.get(mb + n, self.start).after(template, n)
+            trace = self.traces[mb + n] = self.traces.get(mb + n, self.start).after(template, n)
             own_traces.append(trace)
         key = id(template), dying, *map(id, own_traces)
-        number = known.get(key)
+        number = self._known.get(key)
         if number is None:
-            number = known[key] = len(templates)
-            kind = kinds.setdefault(id(template), len(kinds))
-            templates.append(
-                _with_frees(
-                    template, kind, dict(zip(template.aheads, own_traces, strict=False)), dying
-                )
-            )
+            traces = dict(zip(template.aheads, own_traces, strict=False))
+            number = self._known[key] = self.add(template, traces, dying)
         return number
 
 
