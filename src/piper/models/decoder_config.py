@@ -7,6 +7,7 @@ its name, with the accepted alternative.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, Self, get_args
 
@@ -144,6 +145,32 @@ class Experts:
         if self.capacity_factor is None:
             return length
         return min(length, math.ceil(length * self.top_k / self.number * self.capacity_factor))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float | int) and not isinstance(value, bool)
+
+
+_NUMBERS: Sequence[tuple[tuple[str, ...], Callable[[Any], bool], str]] = (
+    (
+        ("dropout", "attention_dropout"),
+        lambda x: isinstance(x, float | int) and 0 <= x < 1,
+        "a share of at least 0 and below 1 is needed",
+    ),
+    (("theta", "eps"), lambda x: _is_number(x) and x > 0, "a number above 0 is needed"),
+    (
+        ("logit_cap",),
+        lambda x: _is_number(x) and 0 < x < math.inf,
+        "a number above 0 is needed, or None",
+    ),
+    (
+        ("mtp", "token_types", "pooled_classes"),
+        lambda x: _is_number(x) and isinstance(x, int) and x >= 0,
+        "an integer from 0 on is needed",
+    ),
+    (("mtp_weight",), lambda x: 0 < x < math.inf, "a number above 0 is needed, such as 0.3"),
+)
+"""The fields that hold numbers, with the condition of each, and the words of its error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,31 +339,14 @@ class DecoderFields:
         return _source(self)
 
     def _check_numbers(self) -> None:
-        for name in ("dropout", "attention_dropout"):
-            share = getattr(self, name)
-            if share is None and name == "attention_dropout":
-                continue
-            if not isinstance(share, float | int) or not 0 <= share < 1:
-                raise JobError(
-                    f"DecoderConfig({name}={share!r}): a share of at least 0 and below 1 is needed"
-                )
-        for name in ("theta", "eps"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, float | int) or not value > 0:
-                raise JobError(f"DecoderConfig({name}={value!r}): a number above 0 is needed")
-        cap = self.logit_cap
-        if cap is not None and (isinstance(cap, bool) or not 0 < cap < math.inf):
-            raise JobError(f"DecoderConfig(logit_cap={cap!r}): a number above 0 is needed, or None")
         if self.window is not None:
             check_sizes(self, window=self.window)
-        for name in ("mtp", "token_types", "pooled_classes"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise JobError(f"DecoderConfig({name}={value!r}): an integer from 0 on is needed")
-        if not 0 < self.mtp_weight < math.inf:
-            raise JobError(
-                f"DecoderConfig(mtp_weight={self.mtp_weight!r}): a number above 0 is needed, such as 0.3"
-            )
+        for names, fits, needed in _NUMBERS:
+            for name in names:
+                value = getattr(self, name)
+                may_be_none = name in ("attention_dropout", "logit_cap")
+                if not fits(value) and not (value is None and may_be_none):
+                    raise JobError(f"DecoderConfig({name}={value!r}): {needed}")
         dense = self.dense_layers
         if isinstance(dense, bool) or not isinstance(dense, int) or not 0 <= dense < self.layers:
             raise JobError(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
 
 from piper_interop.accelerate.units import layer_parameters, megabytes
 from piper_interop.deepspeed.export import export as export_deepspeed
-from piper_interop.neutral.described import JobDescription
+from piper_interop.neutral.described import DeviceLayout, JobDescription
 from piper_interop.neutral.missing import lacks, shared_limits
 from piper_interop.neutral.system import Exported
 
@@ -157,22 +157,22 @@ def _notes(described: JobDescription) -> tuple[str, ...]:
     if described.accumulate:
         notes.append(f"gradients are summed in {reduce}, not in {described.accumulate}")
     if layout.zero == 3:
-        unit = megabytes(
-            layer_parameters(described.sizes), 2 if reduce == described.compute and narrow else 4
-        )
-        if layout.bucket_mb != unit:
-            notes.append(
-                f"FSDP gathers layer by layer ({unit:g} MiB), not in buckets of {layout.bucket_mb or 25:g} MiB"
-            )
-        if layout.prefetch not in (None, 1):
-            notes.append(f"FSDP 2 gathers one unit ahead, not {layout.prefetch}")
-        if not layout.overlap:
-            notes.append("FSDP runs its messages beside compute")
-        if layout.whole_mb:
-            notes.append(f"FSDP shards parameters below {layout.whole_mb:g} MiB, too")
+        bytes_of_element = 2 if reduce == described.compute and narrow else 4
+        notes += _fsdp_notes(layout, megabytes(layer_parameters(described.sizes), bytes_of_element))
     if layout.dp_replicate > 1 and not layout.zero:
         notes.append(f"DDP has one group of {layout.replicas} replicas")
     return tuple(notes)
+
+
+def _fsdp_notes(layout: DeviceLayout, unit_mb: float) -> Iterator[str]:
+    if layout.bucket_mb != unit_mb:
+        yield f"FSDP gathers layer by layer ({unit_mb:g} MiB), not in buckets of {layout.bucket_mb or 25:g} MiB"
+    if layout.prefetch not in (None, 1):
+        yield f"FSDP 2 gathers one unit ahead, not {layout.prefetch}"
+    if not layout.overlap:
+        yield "FSDP runs its messages beside compute"
+    if layout.whole_mb:
+        yield f"FSDP shards parameters below {layout.whole_mb:g} MiB, too"
 
 
 def _yaml(options: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ import json
 from math import log2
 from typing import Any
 
-from piper_interop.neutral.described import USUAL_SCALE, JobDescription
+from piper_interop.neutral.described import USUAL_SCALE, DeviceLayout, JobDescription
 from piper_interop.neutral.documents import nested
 from piper_interop.neutral.missing import lacks, shared_limits
 from piper_interop.neutral.system import Exported
@@ -33,20 +33,7 @@ def _impossible(described: JobDescription) -> list[str]:
         "stages are in the script (PipelineModule, 1F1B only)",
         "tp without it, or cp with attention by heads",
     )
-    if layout.cp > 1 and layout.attention != "heads":
-        lines.append(f'attention="{layout.attention}" over cp; nearest: "heads" (Ulysses)')
-    if layout.dp_replicate > 1 and layout.zero:
-        lines.append(
-            f"hybrid sharding (rep={layout.dp_replicate}); nearest: one group, dp={layout.replicas}"
-        )
-    if layout.hidden:
-        lines.append("experts that devices cut; nearest: whole ones over more devices")
-    elif layout.ep > 1 and layout.tp * layout.cp > 1:
-        lines.append("experts beside tp or cp; nearest: tp=cp=1")
-    if layout.zero == 3 and not layout.reshard:
-        lines.append(
-            "parameters that stay gathered through a step; nearest: zero=2, or zero=3 with reshard"
-        )
+    lines += _impossible_layout(layout)
     if described.optim_on_host and layout.zero < (1 if described.optim_on_host == 1 else 3):
         lines.append("the optimizer, or a part of it, on the host; nearest: with zero=3")
     if described.params_on_host and layout.zero != 3:
@@ -66,6 +53,25 @@ def _impossible(described: JobDescription) -> list[str]:
         )
     if log2(scale["initial"]) % 1:
         lines.append(f"LossScale(initial={scale['initial']:g}); nearest: a power of 2")
+    return lines
+
+
+def _impossible_layout(layout: DeviceLayout) -> list[str]:
+    lines = []
+    if layout.cp > 1 and layout.attention != "heads":
+        lines.append(f'attention="{layout.attention}" over cp; nearest: "heads" (Ulysses)')
+    if layout.dp_replicate > 1 and layout.zero:
+        lines.append(
+            f"hybrid sharding (rep={layout.dp_replicate}); nearest: one group, dp={layout.replicas}"
+        )
+    if layout.hidden:
+        lines.append("experts that devices cut; nearest: whole ones over more devices")
+    elif layout.ep > 1 and layout.tp * layout.cp > 1:
+        lines.append("experts beside tp or cp; nearest: tp=cp=1")
+    if layout.zero == 3 and not layout.reshard:
+        lines.append(
+            "parameters that stay gathered through a step; nearest: zero=2, or zero=3 with reshard"
+        )
     return lines
 
 

@@ -30,7 +30,12 @@ def export(described: JobDescription) -> Exported:
     Raises JobError that names all parts of the strategy that torchtitan does not have.
     """
     check_batch(described)
-    if lacking := list(_lacking(described)):
+    lacking = [
+        *_layout_lacks(described.layout),
+        *_memory_lacks(described),
+        *_model_lacks(described),
+    ]
+    if lacking:
         raise JobError(
             "torchtitan cannot run this strategy:\n" + "\n".join(f"  {text}" for text in lacking)
         )
@@ -55,8 +60,7 @@ def _checkpointing(described: JobDescription) -> str:
     return kinds[0] if kinds else "none"
 
 
-def _lacking(described: JobDescription) -> Iterator[str]:
-    layout = described.layout
+def _layout_lacks(layout: DeviceLayout) -> Iterator[str]:
     if layout.schedule not in NAMES and layout.pp > 1:
         yield f"the schedule {layout.schedule}; the nearest is one_f_one_b, or one of {', '.join(NAMES)}"
     if layout.zero in (1, 2):
@@ -71,19 +75,26 @@ def _lacking(described: JobDescription) -> Iterator[str]:
     elif layout.ep > 1 and (axes is None or axes.folded != layout.folded):
         nearest = tuple(axis for axis in ("tp", "cp") if getattr(layout, axis) > 1)
         yield f"experts over replicas beside {', '.join(nearest)}; the nearest is over={(*nearest, 'ep')!r}"
+
+
+def _memory_lacks(described: JobDescription) -> Iterator[str]:
     for part in described.recompute:
         if part.keep not in CHECKPOINTING or part.layers is not None or part.group > 1:
             instead = "products/2" if part.keep.startswith("products") else "inputs"
             yield f"recompute(keep={part.keep!r}) of some layers; the nearest is keep={instead!r} for all layers"
-    if described.optim_on_host and not (described.params_on_host and layout.zero):
+    if described.optim_on_host and not (described.params_on_host and described.layout.zero):
         yield "an optimizer alone on the host; the nearest has tensors='states' with zero=3"
     if described.offload is not None:
         yield "activations that wait on the host; the nearest recomputes them"
     if len(described.recompute) > 1:
         yield "several policies of recomputation; the nearest is keep='inputs' for all layers"
-    if "layers" not in described.sizes.fields and layout.pp > 1:
+
+
+def _model_lacks(described: JobDescription) -> Iterator[str]:
+    stages_in = described.layout.pp > 1
+    if "layers" not in described.sizes.fields and stages_in:
         yield "stages of a model that is none of piper.models, whose modules' names are not known"
-    elif layout.pp > 1 and not all(stages(described)):
+    elif stages_in and not all(stages(described)):
         yield "stages without a module; the nearest gives each stage a layer"
     if described.sizes.fields.get("mtp"):
         yield "blocks that predict further tokens; the nearest is mtp=0"

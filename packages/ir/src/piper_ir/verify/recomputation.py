@@ -5,7 +5,7 @@ R may read an output that R of another chunk has made again, also after an excha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from piper_ir.fold.part_memory import value_ports
 from piper_ir.plan.instr_table import PartTemplate
@@ -33,32 +33,34 @@ def _table_problems(plan: Plan, variant: Chunk) -> Iterator[str]:
     chunk = plan.chunk(variant.id)
     if (chunk.inputs, chunk.outputs) != (variant.inputs, variant.outputs):
         yield "its inputs or outputs are not those of the chunk"
-    written = {
-        step: [p for p in sig.writes if p.startswith("saved")]
-        for step, sig in variant.steps.items()
-    }
+    reads = {step: sig.reads for step, sig in variant.steps.items()}
+    written = {step: _saved(sig.writes) for step, sig in variant.steps.items()}
     forward, again = written.get("F", []), written.get("R", [])
     for port in sorted({*forward} & {*again}):
         yield f"both F and R write {port}; one of them does"
-    saved = {*forward, *again}
     for step in ("I", "W"):
-        for port in variant.steps[step].reads if step in variant.steps else ():
-            if port.startswith("saved") and port not in saved:
-                yield f"{step} reads {port}, which neither F nor R writes"
-    for port in variant.steps["B"].reads if "B" in variant.steps else ():
-        if port.startswith("saved") and port not in forward:
-            yield f"B reads {port}, which F does not write"
-    for port in variant.steps["R"].reads if "R" in variant.steps else ():
-        if not port.startswith(("in", "out")) and port not in forward:
+        for port in _without(_saved(reads.get(step, ())), (*forward, *again)):
+            yield f"{step} reads {port}, which neither F nor R writes"
+    for port in _without(_saved(reads.get("B", ())), forward):
+        yield f"B reads {port}, which F does not write"
+    for port in _without(reads.get("R", ()), forward):
+        if not port.startswith(("in", "out")):
             yield f"R reads {port}, which is neither an input nor kept by F"
-    read = {port for step in variant.steps.values() for port in step.reads}
-    for port in sorted({*forward} - read):
+    for port in sorted({*forward} - {port for ports in reads.values() for port in ports}):
         yield f"F keeps {port}, which no step reads"
     changed = {o.ref for c in plan.chunks for o in c.outputs if o.kind == "buffer"}
-    for port in variant.steps["R"].reads if "R" in variant.steps else ():
+    for port in reads.get("R", ()):
         entry = variant.inputs[int(port[2:])] if port.startswith("in") else None
         if entry is not None and entry.kind == "buffer" and entry.ref in changed:
             yield f"R reads buffer {entry.ref}, which is changed while it waits"
+
+
+def _saved(ports: Iterable[str]) -> list[str]:
+    return [port for port in ports if port.startswith("saved")]
+
+
+def _without(ports: Iterable[str], known: Collection[str]) -> list[str]:
+    return [port for port in ports if port not in known]
 
 
 class _Backward:

@@ -7,7 +7,8 @@ chunk.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 from piper_ir.ground.trace import BATCH, Span, Trace
 from piper_ir.plan.phases import InstrLabel, Phase, instr_label
@@ -16,6 +17,13 @@ from piper_ir.program.ops import Compute
 
 _COMMUNICATION: Mapping[str, Phase] = {"gather": "gather", "scatter": "scatter"}
 """The phases of communication by the first word of its name."""
+_PREFIXES: Sequence[tuple[tuple[str, ...], tuple[bool, ...], Phase]] = (
+    (("update",), (False, True), "U"),
+    (("load",), (True,), "F"),  # a chunk's forward, fused with the loading of its batch
+    (("seed",), (True,), "B"),
+    (("fresh.", "fold."), (False,), "fold"),
+)
+"""The phases of compute by how its name begins, and whether it is fused with anything."""
 _NAME = re.compile(r"(?:\.(?P<step>[FBRIW]))?@(?P<mb>\d+)")
 
 
@@ -34,27 +42,21 @@ def kinds(trace: Trace, plan: Plan | None = None) -> dict[Span, InstrLabel]:
 
 def _guess(span: Span) -> InstrLabel:
     matched = _NAME.search(span.name)
-    mb = int(matched["mb"]) if matched else -1
+    phase = _guess_phase(span, cast(Phase | None, matched["step"]) if matched else None)
+    return InstrLabel(((phase, int(matched["mb"]) if matched and phase != "U" else -1),))
+
+
+def _guess_phase(span: Span, step: Phase | None) -> Phase:
+    """Return the phase of a span by its stream and its name, which has the letter of its step or none."""
     if span.stream == BATCH:
-        return InstrLabel((("batch", mb),))
+        return "batch"
     if span.stream != COMPUTE:
-        return InstrLabel(((_COMMUNICATION.get(span.name.partition(".")[0], "comm"), mb),))
-    if span.name.startswith("update"):
-        return InstrLabel((("U", -1),))
-    if (
-        span.name.startswith("load") and "+" in span.name
-    ):  # a chunk's forward, fused with the loading of its batch
-        return InstrLabel((("F", mb),))
-    if span.name.startswith("seed") and "+" in span.name:
-        return InstrLabel((("B", mb),))
-    if span.name.startswith(("fresh.", "fold.")) and "+" not in span.name:
-        return InstrLabel((("fold", mb),))
-    match matched["step"] if matched else None:
-        case "R" | "I" as phase:
-            return InstrLabel((("B" if "+" in span.name else phase, mb),))
-        case "F" | "B" | "W" as phase:
-            return InstrLabel(((phase, mb),))
-    return InstrLabel((("other", mb),))
+        return _COMMUNICATION.get(span.name.partition(".")[0], "comm")
+    fused = "+" in span.name
+    for prefixes, where, phase in _PREFIXES:
+        if span.name.startswith(prefixes) and fused in where:
+            return phase
+    return "B" if fused and step in ("R", "I") else step or "other"
 
 
 def chunks_of(plan: Plan) -> dict[str, list[int]]:

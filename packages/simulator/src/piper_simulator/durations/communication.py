@@ -135,10 +135,8 @@ def _of_kind(network: Network, links: Links, op: str, nbytes: float, of: RankGro
         return links.host_latency + nbytes / links.host_bandwidth
     if of.ranks == 1:
         return 0.0
-    if op == "p2p":
-        return _point_to_point(network, links, nbytes, of)
-    law = law_of(op)
-    match law.route:
+    route = "next" if op == "p2p" else law_of(op).route
+    match route:
         case "pairs":
             return _all_to_all(network, links, nbytes, of)
         case "next":
@@ -150,11 +148,11 @@ def _of_kind(network: Network, links: Links, op: str, nbytes: float, of: RankGro
             )
             return nccl.seconds(links.nccl, op, nbytes, ranks)
         case "ring":
-            return _ring(network, links, law.rounds, nbytes, of)
+            return _ring(network, links, law_of(op).rounds, nbytes, of)
         case "host":
             raise AssertionError("copies to the host are timed above")
         case _:
-            assert_never(law.route)
+            assert_never(route)
 
 
 def bus_bandwidth(network: Network, links: Links, of: RankGroup) -> float:

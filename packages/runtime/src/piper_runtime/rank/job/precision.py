@@ -73,13 +73,7 @@ class Precision:
             if value not in DTYPES:
                 raise JobError(dtype_problem(f"keep={{{pattern!r}: ...}}", value, DTYPES))
             self._check_narrower(f"keep[{pattern!r}]", value)
-        scale = self.loss_scale
-        if isinstance(scale, bool) or not isinstance(scale, LossScale | float | int | None):
-            raise JobError(
-                f"Precision(loss_scale={scale!r}): a number is needed, or a piper.LossScale for a scale that changes"
-            )
-        if isinstance(scale, float | int):
-            LossScale.fixed(scale)
+        self._check_loss_scale()
         if isinstance(self.float8, str):
             object.__setattr__(self, "float8", Float8(self.float8))
         if not isinstance(self.float8, Float8 | None):
@@ -88,6 +82,15 @@ class Precision:
             )
         if self.float8 is not None and self.float8.problem:
             raise JobError(f"Float8({self.float8.problem})")
+
+    def _check_loss_scale(self) -> None:
+        scale = self.loss_scale
+        if isinstance(scale, bool) or not isinstance(scale, LossScale | float | int | None):
+            raise JobError(
+                f"Precision(loss_scale={scale!r}): a number is needed, or a piper.LossScale for a scale that changes"
+            )
+        if isinstance(scale, float | int):
+            LossScale.fixed(scale)
 
     def _check_narrower(self, name: str, value: str) -> None:
         """Refuse a wider dtype than the optimizer's: the parameters would only be padded with zeros.
