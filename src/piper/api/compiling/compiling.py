@@ -262,6 +262,7 @@ def trained_job(
         spec.update_bytes,
         spec.whole,
         spec.whole_groups,
+        spec.matrix_groups,
         dtypes.params,
         dtypes.reduce or dtypes.params,
         averages_of(source, captured),
