@@ -16,8 +16,10 @@ from piper import ANY, Mesh, recipes, where
 from piper.api.reference.reference import reference
 from piper.api.reference.reference_differences import RunOutcome, differences
 from piper_ir.ground.errors import CompileError
+from piper_ir.program.ops import Update
 from piper_runtime.rank.optimizers import optimizer_kinds
 from piper_runtime.rank.optimizers.optimizer_trials import by_elements
+from piper_simulator.durations.updates import updated
 from tests.helpers import shared_jobs
 from tests.helpers.cases import each_case
 from tests.parity.test_own_optimizers import AdamW, Lion, Trust, batch, made
@@ -227,6 +229,11 @@ MUON_MESHES: dict[str, tuple[str, Mesh, tuple[Any, ...], tuple[str, ...]]] = {
 }
 
 
+def products(r: int, c: int) -> int:
+    """Return the FLOPs by which five iterations make a matrix orthogonal."""
+    return 5 * (4 * r * r * c + 2 * r**3)
+
+
 def with_muon(name: str, kind: Any, **settings: Any) -> piper.Job:
     """Return a job whose attention and experts have an optimizer of matrices, and all else AdamW."""
     taken = dict.fromkeys(MATRICES, made(kind, lr=0.05, **settings))
@@ -260,6 +267,14 @@ def test_muon_makes_each_matrix_of_shared_experts_orthogonal(case: str, tmp_path
     assert resumed.losses == pytest.approx(run.losses[2:], rel=1e-9)
     if case == "capacity":  # the control: all matrices of a stack as one are another optimizer
         assert judged(name, run, plan, flat=True)
+        layer = 2 * products(16, 16) + 2 * products(8, 16)  # q and out, k and v
+        layer += 2 * 3 * products(16, 16)  # a device has two of the four experts
+        op = next(p.op for i in plan.roles[0].program for p in i.parts if isinstance(p.op, Update))
+        made = updated(plan, plan.roles[0], op).products
+        assert sum(int(k.flops) * k.count for k in made) == 4 * layer
+        alone = [replace(bucket, newton_schulz=0) for bucket in plan.buckets]
+        faster = piper.simulate(replace(plan, buckets=tuple(alone)), "h100x8").step_s
+        assert faster < piper.simulate(plan, "h100x8").step_s
 
 
 @pytest.mark.long

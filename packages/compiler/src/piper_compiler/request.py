@@ -35,6 +35,7 @@ class Training:
         scaled: whether the loss is scaled, so that a step is skipped if the norm of the gradient is not finite.
         undivided: why a step may have one microbatch on one replica only; "" if it may have any number.
         drawn_by_row: whether random numbers are drawn by row, and not by torch's generator.
+        newton_schulz: by group, the iterations by which its optimizer makes matrices orthogonal, where it does.
     """
 
     group_of: Mapping[str, int] = field(default_factory=dict)
@@ -52,6 +53,7 @@ class Training:
     scaled: bool = False
     accumulate: str = ""
     drawn_by_row: bool = True
+    newton_schulz: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def normed(self) -> bool:

@@ -270,6 +270,7 @@ def trained_job(
         dtypes.scaling is not None,
         dtypes.accumulate or "",
         source.draws == "rows",
+        spec.newton_schulz,
     )
     return Trained(captured, spec, training, request)
 

@@ -98,7 +98,7 @@ def make_buckets(edit: Editor, training: Training) -> None:
         members.append(param)
         filled[key] += _aligned(param, key) * item
     for number, (key, members) in enumerate(buckets):
-        _add(edit, f"bucket{number}", key, members)
+        _add(edit, f"bucket{number}", key, members, training.newton_schulz.get(key.group, 0))
 
 
 def _moves(edit: Editor, param: Param, chosen: Replication, policy: Replication) -> bool:
@@ -230,7 +230,7 @@ def _aligned(param: Param, kind: _Kind) -> int:
     return -(-bind(param.spec.numel, 0) // kind.step) * kind.step
 
 
-def _add(edit: Editor, id: str, kind: _Kind, members: list[Param]) -> None:
+def _add(edit: Editor, id: str, kind: _Kind, members: list[Param], newton_schulz: int) -> None:
     offsets, numel = [], 0
     for param in members:
         offsets.append(numel)
@@ -261,7 +261,7 @@ def _add(edit: Editor, id: str, kind: _Kind, members: list[Param]) -> None:
     edit.buckets[id] = Bucket(
         id, tuple(p.name for p in members), tuple(offsets), numel, dtype, roles, axes, kind.group, channel,
         shard, gather, scatter, compute, reduce, kind.parts, kind.host, kind.away,
-        accumulate,
+        accumulate, newton_schulz,
     )  # fmt: skip
 
 
