@@ -71,6 +71,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers, which do not 
     from piper_runtime import Run as Run
     from piper_runtime.data import from_dataset as from_dataset
     from piper_runtime.data import from_stream as from_stream
+    from piper_runtime.rank import BatchedMuon as BatchedMuon
     from piper_runtime.rank import elementwise as elementwise
     from piper_runtime.rank import per_parameter as per_parameter
     from piper_simulator import Cluster as Cluster
@@ -104,6 +105,7 @@ _HOME = {
     "region": "piper_capture",
     "tag": "piper_capture",
     "replacement": "piper_capture",
+    "BatchedMuon": "piper_runtime.rank",
     "elementwise": "piper_runtime.rank",
     "per_parameter": "piper_runtime.rank",
     "op_cost": "piper_ops",

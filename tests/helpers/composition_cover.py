@@ -44,6 +44,12 @@ SIZES: Mapping[str, tuple[int, tuple[int, ...]]] = {
 }
 """The blocks of each model that can stand on devices of their own, and the numbers of stages in which recipes cut
 it. nn.Sequential is one block until a recipe cuts it."""
+DECODERS: Mapping[str, tuple[int, tuple[int, ...]]] = {
+    "shared_experts": (4, (1, 2)),
+    "biased_experts": (4, (1, 2)),
+    "mtp": (5, (1, 2, 3)),
+}
+"""As SIZES, of models that only random rows have."""
 LAYERS = {
     "gpt": 3,
     "gpt_untied": 3,
@@ -56,7 +62,7 @@ LAYERS = {
 }
 """The layers of the models that stages of other sizes are tried with."""
 STATEFUL = ("buffers", "counter")
-MIXTURES = ("moe", "steered", "mixture")
+MIXTURES = ("moe", "steered", "mixture", "shared_experts", "biased_experts")
 EVERY_SCHEDULE = (
     "gpt",
     "skip",
@@ -183,6 +189,9 @@ ROOMS = (
 """The MiB of parameters that may stay gathered, and of gradients that may wait for their reduce-scatter; the MiB up to
 which a parameter stays whole; whether messages of states run beside compute."""
 
+OF_WHOLE = ("adafactor", "muon")
+"""Optimizers that update whole parameters, or matrices."""
+
 FACTORS: Mapping[str, tuple[Any, ...]] = {
     "model": tuple(SIZES),
     "schedule": (*BASIC, *PIPELINES),
@@ -219,7 +228,7 @@ def _stages(schedule: str, pp: int, chunks: int) -> int:
 
 
 def _size(model: str) -> tuple[int, tuple[int, ...]]:
-    return SIZES.get(model, (3, (1, 2)))
+    return {**SIZES, **DECODERS}.get(model, (3, (1, 2)))
 
 
 def _devices(pp: int, dp: int, sharing: str) -> int:
@@ -274,10 +283,10 @@ RULES: tuple[Rule, ...] = (
     lambda rooms, zero: rooms == ROOMS[0] or zero > 0,
     lambda rooms, dp: rooms == ROOMS[0] or dp > 1,
     lambda rooms, model: rooms == ROOMS[0] or model != "buffers",
-    lambda optimizer, zero: optimizer != "adafactor" or not zero,
-    lambda optimizer, rep: optimizer != "adafactor" or rep == 1,
-    lambda optimizer, rooms: optimizer != "adafactor" or rooms == ROOMS[0],
-    lambda optimizer, sharing: optimizer != "adafactor" or not sharing,
+    lambda optimizer, zero: optimizer not in OF_WHOLE or not zero,
+    lambda optimizer, rep: optimizer not in OF_WHOLE or rep == 1,
+    lambda optimizer, rooms: optimizer not in OF_WHOLE or rooms == ROOMS[0],
+    lambda optimizer, sharing: optimizer not in OF_WHOLE or not sharing,
     # experts
     lambda ep, model: ep == 1 or model in MIXTURES,
     lambda ep, model: ep < 4 or model == "steered",
@@ -382,6 +391,11 @@ FEW: tuple[Rule, ...] = (
 
 WIDER: tuple[Rule, ...] = (
     _shares(WIDELY_SHARED),
+    lambda keep, model: (
+        keep != PARTS
+        or model.startswith(("gpt", "any"))
+        or model in ("llama", "deep", "moe", *DECODERS, *OF_TRANSFORMERS)
+    ),
     lambda model, precision: (
         precision == "float64" or (model in EVERY_SCHEDULE and model not in ("moe", "llama"))
     ),
@@ -398,7 +412,18 @@ COSTLY: Mapping[str, tuple[Any, ...]] = {
     "launcher": ("processes",),
 }
 QUICK = Product(FACTORS, (*RULES, *FEW), COSTLY)
-WIDE = Product({**FACTORS, "model": (*SIZES, *ANY[: len(SIZES)])}, (*RULES, *WIDER))
+PARTS = "inputs@*norm*"
+"""Recomputation of some modules of each layer."""
+WIDE = Product(
+    {
+        **FACTORS,
+        "model": (*SIZES, *DECODERS, *ANY[: len(SIZES)]),
+        "keep": (*FACTORS["keep"], PARTS),
+        "precision": (*FACTORS["precision"], "narrow sums", "narrow messages"),
+        "optimizer": (*FACTORS["optimizer"], "muon"),
+    },
+    (*RULES, *WIDER),
+)
 
 
 def composition(row: Row, seed: int) -> Composition:
@@ -470,47 +495,85 @@ def _dropless(model: str) -> bool:
     """Return whether a model has a dropless mixture; it is then one of tests/helpers/transformers.py, or steered."""
     if model.startswith("any "):
         return transformers.drawn(int(model.removeprefix("any ")))[0].mixture
-    return model in ("steered", "mixture")
+    return model in ("steered", "mixture", "shared_experts", "biased_experts")
 
 
 TOKENS: Mapping[str, dict[str, Any]] = {
     "tp": dict(tp=2, stream="tokens"),
     "cp": dict(cp=2, order="blocks"),
 }
-"""How devices have tokens of their own along the axes that cut experts."""
+"""How devices have tokens of their own along the axes that cut experts, or have experts of their own."""
 
 
-def cut_experts(row: Row, seed: int) -> dict[str, Any]:
-    """Return the fields by which devices cut each expert of a dropless mixture; none where the row has no room.
+def shared_experts(row: Row, rng: Random) -> dict[str, Any]:
+    """Return the fields by which devices share a dropless mixture; none where the row has no room.
 
-    The axis is one of `TOKENS`, or one of two of the replicas ("etp").
+    They cut each expert along one of `TOKENS`, or along two of the replicas ("etp"); or they have experts of their own
+    along one of `TOKENS`, too.
     """
-    known = {**row, "model": "mixture", "ep": 2}
-    if not _dropless(row["model"]) or row["sharing"] or not WIDE.allows(known, "ep"):
+    mixture = row["model"] if row["model"] in MIXTURES else "mixture"
+    if not _dropless(row["model"]) or row["sharing"]:
+        return {}
+    if not WIDE.allows({**row, "model": mixture, "ep": 2}, "ep"):
         return {}
     most = 8 if row["launcher"] == "inline" else 4
     room = 2 * row["pp"] * row["dp"] <= most
-    axes = [*TOKENS] * room + ["etp"] * (row["dp"] == 4)
-    if not axes:
+    ways = [(way, axis) for way in ("hidden", "folded") for axis in TOKENS] * room
+    ways += [("hidden", "etp")] * (row["dp"] == 4)
+    if row["optimizer"] in OF_WHOLE:  # they take whole matrices
+        ways = [("folded", ""), *[("folded", "cp")] * room]
+    if not ways:
         return {}
-    axis = axes[seed % len(axes)]
+    way, axis = rng.choice(ways)
     exact = {} if row["precision"] == "float64" else {"optimizer": "sgd"}
-    return dict(ep=2, hidden=axis, **TOKENS.get(axis, {}), **exact)
+    return {"ep": 2, way: axis, **TOKENS.get(axis, {}), **exact}
 
 
 def drawn(seed: int) -> tuple[Composition, str]:
     """Return the composition of a number, with its launcher."""
-    row = wide_row(seed)
+    row, rng = wide_row(seed), Random(seed)
     made = composition(row, seed)
-    tiles = 2 if row["model"] in TILED and seed % 3 == 0 else 1
-    waits = "all" if seed % 4 == 2 else ""
-    scaled = seed % 5 == 1 and not captured(made.model, made.precision).auxiliary
-    hosted = ("states" if made.zero in (0, 3) else "optim") if seed % 9 == 4 else ""
-    if seed % 4:
-        made = replace(made, **cut_experts(row, seed))
-    over_cp = made.cp > 1 and made.zero > 0 and made.rep == 1 and seed % 2 == 0
-    made = replace(made, over_cp=over_cp)
+    if rng.random() < 0.75:
+        made = replace(made, **shared_experts(row, rng))
+    more: dict[str, Any] = dict(
+        tiles=2 if row["model"] in TILED and rng.random() < 0.3 else 1,
+        waits="all" if rng.random() < 0.25 else "",
+        ahead=rng.randrange(3),
+        scaled=rng.random() < 0.2 and not captured(made.model, made.precision).auxiliary,
+        over_cp=made.cp > 1 and made.zero > 0 and rng.random() < 0.5,
+        beside=made.ep > 1 and made.model == "shared_experts" and rng.random() < 0.5,
+        sized=_by_recipe(made) and rng.random() < 0.3,
+    )
+    if rng.random() < 0.15:
+        more["hosted"] = rng.choice(("states", "optim") if made.zero in (0, 3) else ("optim",))
+    if len(made.at) > 1 and made.model == "deep" and rng.random() < 0.5:
+        more["at"] = (made.at[0], *made.at[:1], *made.at[2:])  # stage 1 is empty
+    if _dropless(made.model) and (made.clip or more["scaled"]):  # norms over the same axes for all
+        more["over_cp"] = False
     if made.precision in MIXED:  # steps of Adam take the rounding of a small gradient for its sign
-        made = replace(made, optimizer="sgd")
-    made = replace(made, tiles=tiles, scaled=scaled, waits=waits, ahead=seed % 7 % 3, hosted=hosted)
-    return made, row["launcher"]
+        more["optimizer"] = "sgd"
+    if _orders_messages(made) and rng.random() < 0.6:
+        more["messages"] = rng.choice(("reduce", *["gather"] * made.zero))
+        more["bucket_mb"] = 1e-4
+    return with_axes(replace(made, **more), rng), row["launcher"]
+
+
+def _by_recipe(c: Composition) -> bool:
+    return c.schedule in PIPELINES or (
+        c.pp > 1 and c.schedule in BASIC[1:3] and (c.placement, c.backward) == ("recipe", "whole")
+    )
+
+
+def _orders_messages(c: Composition) -> bool:
+    """Return whether a device has several layers, whose gradients or parameters it reduces or gathers once."""
+    layers = ("deep", "gpt_untied", "llama")
+    return c.model in layers and c.pp == 1 < c.dp and c.zero < 2 and c.rep == 1
+
+
+def with_axes(c: Composition, rng: Random) -> Composition:
+    """Return a composition with, in some cases, axes of its mesh in an order of their own."""
+    axes = [axis for axis in ("pp", "dp", "tp", "cp", "ep") if getattr(c, axis) > 1]
+    if c.ep > 1 and c.dp // c.ep // (2 if c.hidden == "etp" else 1) == 1:
+        axes.remove("dp")
+    rng.shuffle(axes)
+    return replace(c, axes=tuple(axes)) if len(axes) > 1 and rng.random() < 0.3 else c

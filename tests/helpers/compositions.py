@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,7 @@ from piper_compiler import (
     Options,
     Strategy,
     offload,
+    order,
     recipes,
     recompute,
     replicate,
@@ -76,17 +78,27 @@ def adafactor(named: Named) -> torch.optim.Optimizer:
     )  # true zeros make no steps of rounding
 
 
+def muon(named: Named) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of layers and of experts, AdamW for the rest."""
+    matrices = [p for n, p in named if p.ndim > 1 and "layers." in n and "bias" not in n]
+    known = {id(p) for p in matrices}
+    rest = [p for _, p in named if id(p) not in known]
+    made: list[torch.optim.Optimizer] = [piper.BatchedMuon(matrices, lr=0.05)] if matrices else []
+    return [*made, *([torch.optim.AdamW(rest, lr=0.01)] if rest else [])]
+
+
 def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
 
 
-Maker = Callable[[Named], torch.optim.Optimizer]
+Maker = Callable[[Named], Any]
 OPTIMIZERS: Mapping[str, Maker] = {
     "sgd": sgd,
     "adam": adam,
     "adamw": adamw,
     "rmsprop": rmsprop,
     "adafactor": adafactor,
+    "muon": muon,
 }
 
 
@@ -127,7 +139,10 @@ class Composition:
     loss is computed. overlap_states: whether messages of buckets run beside compute. scaled: whether the loss is
     scaled, by another number in each step.
     waits: the tensors that wait on the host for their backward, "" for none, and `ahead`, how early they come back.
-    hosted: the states on the host: "optim", "states" or none. axes: the order of the mesh's axes."""
+    hosted: the states on the host: "optim", "states" or none. axes: the order of the mesh's axes. folded: an axis whose
+    devices share tokens, and have experts of their own beside ep. beside: whether rows travel beside the other
+    operations of a mixture. sized: whether recipes take rows in place of microbatches, and the stages of the mesh.
+    messages: "gather" or "reduce", of layers in an order drawn by `seed`."""
 
     model: str
     pp: int = 1
@@ -175,6 +190,10 @@ class Composition:
     hidden: Literal["", "tp", "cp", "etp"] = ""
     over_cp: bool = False
     axes: tuple[str, ...] = ()
+    folded: Literal["", "tp", "cp"] = ""
+    beside: bool = False
+    sized: bool = False
+    messages: Literal["", "gather", "reduce"] = ""
 
     def __str__(self) -> str:
         shown = [
@@ -207,7 +226,10 @@ class Composition:
             shown += [f"cp={self.cp}", self.attention, *[self.order] * bool(self.order)]
         shown += ["no overlap of states"] * (not self.overlap_states)
         shown += [f"ep={self.ep}"] * (self.ep > 1) + [f"hidden={self.hidden}"] * bool(self.hidden)
-        shown += ["states over cp"] * self.over_cp
+        shown += [f"folded={self.folded}"] * bool(self.folded) + ["beside"] * self.beside
+        shown += ["states over cp"] * self.over_cp + ["rows"] * self.sized
+        shown += [f"axes={'+'.join(self.axes)}"] * bool(self.axes)
+        shown += [f"order of {self.messages}"] * bool(self.messages)
         shown += [f"tiles={self.tiles}"] * (self.tiles > 1) + ["scaled"] * self.scaled
         shown += [self.kernels] * (self.kernels != "eager")
         shown += [f"hosted={self.hosted}"] * bool(self.hosted)
@@ -276,7 +298,8 @@ def strategy_of(c: Composition) -> Strategy:
     program = captured(c.model, c.precision).program
     sharing: dict[str, Any] = {}
     if c.zero:
-        shared = {state: ("dp",) for state in ("optim", "grads", "params")[: c.zero]}
+        own = ("dp", *["cp"] * c.over_cp)
+        shared = {state: own for state in ("optim", "grads", "params")[: c.zero]}
         level = dict(over=("dp", "rep"), shard=shared) if c.rep > 1 else dict(zero=c.zero)
         sharing = dict(
             resident_mb=c.resident_mb,
@@ -305,7 +328,10 @@ def strategy_of(c: Composition) -> Strategy:
     waiting += (offload(where(), tensors=c.hosted),) if c.hosted else ()
     axes = dict(dp=c.dp // c.rep, rep=c.rep) if c.rep > 1 else dict(dp=c.dp)
     axes = dict(dp=c.dp // c.ep // etp, ep=c.ep, etp=etp) if c.ep > 1 else axes
-    experts = recipes.expert_parallel(hidden=c.hidden) if c.ep > 1 else ()
+    experts: tuple[Any, ...] = ()
+    if c.ep > 1:
+        over = (c.folded, "ep") if c.folded else "ep"
+        experts = recipes.expert_parallel(over=over, hidden=c.hidden, beside=c.beside)
     sharers = (
         *experts,
         *(
@@ -318,10 +344,18 @@ def strategy_of(c: Composition) -> Strategy:
         sharers += (
             shard(where(), over="cp", index="tokens", attention=c.attention, order=c.order),
         )
+    ordered = _ordered(c, program) if c.messages else ()
     return Strategy(
         Mesh(pp=c.pp, tp=c.tp, cp=c.cp, order=c.axes, **axes),
-        (sharers, tiles, _pipeline(c, program), data_parallel, again, waiting),
+        (sharers, tiles, _pipeline(c, program), data_parallel, again, waiting, ordered),
+        global_batch=job_of(c).global_batch,
     )
+
+
+def _ordered(c: Composition, program: Program) -> tuple[Any, ...]:
+    layers = list(layers_of(program))
+    Random(c.seed).shuffle(layers)
+    return (order(*[where(op=c.messages, layer=layer) for layer in layers]),)
 
 
 def compiled(c: Composition) -> Compiled:
@@ -358,10 +392,12 @@ def run(
 
 
 def _pipeline(c: Composition, program: Program) -> tuple[Any, ...]:
+    sizes: dict[str, Any] = dict(rows=c.rows) if c.sized else {}
+    sizes = sizes or dict(pp=c.pp, microbatches=c.microbatches)
     if c.schedule in PIPELINES:
         more: dict[str, Any] = {"chunks": c.chunks} if c.chunks else {}
         more |= {"at": c.at} if c.at else {}
-        return tuple(PIPELINES[c.schedule].make(pp=c.pp, microbatches=c.microbatches, **more))
+        return tuple(getattr(recipes, c.schedule)(**sizes, **more))
     if c.pp == 1 and c.schedule != "random" and c.backward == "whole":
         return (split(where(), microbatches=c.microbatches),)
     written_out = c.placement != "recipe" or c.schedule == "random" or c.backward != "whole"
@@ -374,7 +410,7 @@ def _pipeline(c: Composition, program: Program) -> tuple[Any, ...]:
         else ()
     )
     at: dict[str, Any] = {"at": c.at} if c.at else {}
-    return (*recipe(pp=c.pp, microbatches=c.microbatches, **at), *streams)
+    return (*recipe(**sizes, **at), *streams)
 
 
 def has_stages(program: Program, pp: int) -> bool:

@@ -22,7 +22,7 @@ def judge(c: Composition, memory: bool = True, **options: Any) -> Run:
     plan = compiled.plan
     verify(plan)
     assert plan.shared or c.tp == c.cp == 1, f"{c!r}: no device shares a chunk"
-    if c.precision in MIXED:
+    if c.precision in MIXED and compositions.precision_of(c.precision).compute:
         assert all(b.mastered for b in plan.buckets), f"{c!r}: parameters without a master"
     run = compositions.run(c, compiled, memory=memory, **options)
     exact = c.precision == "float64"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from piper.models import MoEConfig
+from piper.models import DecoderConfig, Experts, MoEConfig
+from piper.models.jobs import weighted_losses
 from piper_capture import Captured, capture, region
 from tests.helpers import losses, steered, transformers
 from tests.helpers.small_transformers import VOCAB, D, DeepGPT, TinyGPT, TinyLlama
@@ -407,6 +408,38 @@ MORE: dict[str, Case] = dict(
     )
 )
 """Cases that only suites use which name them: mixtures of experts, which take long to capture."""
+
+
+_DECODER = DecoderConfig(
+    layers=2, width=D, heads=4, kv_heads=2, hidden=24, vocab=VOCAB, length=T, theta=1e4
+)
+_EXPERTS = Experts(number=4, top_k=2, hidden=20)
+DECODERS: dict[str, Case] = dict(
+    (
+        _case(
+            "shared_experts",
+            replace(
+                _DECODER, experts=replace(_EXPERTS, shared_hidden=12, shared_within=True)
+            ).build,
+            token_batch,
+            cross_entropy,
+        ),
+        _case(
+            "biased_experts",
+            replace(_DECODER, experts=replace(_EXPERTS, bias=True)).build,
+            token_batch,
+            cross_entropy,
+        ),
+        _case(
+            "mtp",
+            replace(_DECODER, mtp=1).build,
+            token_batch,
+            functools.partial(weighted_losses, 0.0, 0.3),
+        ),
+    )
+)
+"""Decoders of the library: a shared expert beside the others, biases of experts, and multi-token prediction."""
+MORE |= DECODERS
 
 
 def _transformer(name: str, of: transformers.Recipe, loss: str) -> Case:

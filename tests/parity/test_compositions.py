@@ -2,7 +2,7 @@
 batch in plain PyTorch, in the memory that its plan says, under every launcher.
 
 The cases are a pairwise cover of all factors (tests/helpers/composition_cover.py). `make test` runs some of them, in
-which every value is and seven of ten pairs meet; `make test-long` runs all, and random ones.
+which every value is and seven of ten pairs meet; `make test-long` runs all, and random ones of more factors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from tests.helpers.cover import met
 from tests.helpers.judged import judge
 from tests.helpers.written_out import blocks_of
 
-LONG = 300
+LONG = 1000
+BESIDE: dict[str, set[Any]] = dict(
+    tiles={2}, waits={"all"}, scaled={True}, hosted={"optim", "states"}, over_cp={True}, messages={"gather", "reduce"},
+    hidden={"tp", "cp", "etp"}, folded={"tp", "cp"}, beside={True}, sized={True},
+)  # fmt: skip
+"""Values of fields that random compositions have beside their factors."""
 
 
 def judged(c: Composition, launcher: str, request: pytest.FixtureRequest) -> None:
@@ -112,6 +117,11 @@ def test_the_long_suite_draws_every_value_of_every_factor() -> None:
         row = covers.wide_row(seed)
         for name, value in row.items():
             seen[name].add(value)
+    fields = [vars(covers.drawn(seed)[0]) for seed in range(LONG)]
+    for name, wanted in BESIDE.items():
+        assert wanted <= {c[name] for c in fields}, name
+    assert any(c["at"] and len(set(c["at"])) < len(c["at"]) for c in fields), "empty stages"
+    assert any(c["axes"] for c in fields), "orders of axes"
     for name, values in covers.WIDE.factors.items():
         wanted = set(values) if name != "model" else set(covers.SIZES)
         assert wanted <= seen[name], name

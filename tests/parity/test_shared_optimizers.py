@@ -16,8 +16,10 @@ from piper import ANY, Mesh, recipes, where
 from piper.api.reference.reference import reference
 from piper.api.reference.reference_differences import RunOutcome, differences
 from piper_ir.ground.errors import CompileError
+from piper_ir.program.ops import Update
 from piper_runtime.rank.optimizers import optimizer_kinds
 from piper_runtime.rank.optimizers.optimizer_trials import by_elements
+from piper_simulator.durations.updates import updated
 from tests.helpers import shared_jobs
 from tests.helpers.cases import each_case
 from tests.parity.test_own_optimizers import AdamW, Lion, Trust, batch, made
@@ -194,6 +196,85 @@ def test_nesterov_in_half_precision_beside_dropless_experts() -> None:
 def test_elementwise_optimizers_beside_shared_experts(optimizer: Any, zero: int) -> None:
     of = replace(shared_jobs.job("experts"), optimizer=optimizer)
     check(of, Mesh(dp=2, ep=2), EXPERTS, *recipes.data_parallel(over=("dp", "ep"), zero=zero))
+
+
+class MuonOnEach(torch.optim.Optimizer):
+    """The judge: torch's Muon, which takes each matrix of a stack as a parameter of its own.
+
+    `flat` is the control: it takes a stack as one matrix of all rows.
+    """
+
+    def __init__(self, params: list[nn.Parameter], lr: float, flat: bool = False) -> None:
+        super().__init__(params, {"lr": lr})
+        self.own = [(p, k, nn.Parameter(m)) for p in params for k, m in self.split(p, flat)]
+        self.flat, self.plain = flat, torch.optim.Muon([m for *_, m in self.own], lr=lr)
+
+    @staticmethod
+    def split(p: torch.Tensor, flat: bool) -> list[tuple[int, torch.Tensor]]:
+        last = p.detach()
+        return [*enumerate([last.flatten(0, -2)] if flat else last.view(-1, *p.shape[-2:]))]
+
+    def step(self, closure: Any = None) -> None:
+        for p, k, matrix in self.own:
+            assert p.grad is not None
+            matrix.grad = self.split(p.grad, self.flat)[k][1]
+        self.plain.step()
+
+
+MATRICES = ("*attention*weight", "*feed_forward.gate", "*feed_forward.up", "*feed_forward.down")
+MUON_MESHES: dict[str, tuple[str, Mesh, tuple[Any, ...], tuple[str, ...]]] = {
+    "capacity": ("experts", Mesh(ep=2), (), ("ep",)),
+    "dropless": ("dropless", Mesh(ep=2), (), ("ep",)),
+    "pipeline": ("experts", Mesh(pp=2, dp=2, ep=2), PIPELINE, ("dp", "ep")),
+}
+
+
+def products(r: int, c: int) -> int:
+    """Return the FLOPs by which five iterations make a matrix orthogonal."""
+    return 5 * (4 * r * r * c + 2 * r**3)
+
+
+def with_muon(name: str, kind: Any, **settings: Any) -> piper.Job:
+    """Return a job whose attention and experts have an optimizer of matrices, and all else AdamW."""
+    taken = dict.fromkeys(MATRICES, made(kind, lr=0.05, **settings))
+    return replace(shared_jobs.job(name), optimizer={**taken, "*": ADAMW})
+
+
+def judged(name: str, run: Any, plan: Any, **settings: Any) -> Any:
+    one = reference(
+        with_muon(name, MuonOnEach, **settings),
+        replicas=plan.replicas, microbatches=plan.microbatches, steps=3,
+    )  # fmt: skip
+    return differences(RunOutcome.of(run), one)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(n, marks=[pytest.mark.long] * (n != "capacity")) for n in MUON_MESHES]
+)
+def test_muon_makes_each_matrix_of_shared_experts_orthogonal(case: str, tmp_path: Path) -> None:
+    """Also where it goes on from a checkpoint of devices that share experts on one that has all of them."""
+    name, mesh, pipeline, over = MUON_MESHES[case]
+    of = with_muon(name, piper.BatchedMuon)
+    compiled = piper.compile(
+        of, piper.Strategy(mesh, (EXPERTS, *pipeline, *recipes.data_parallel(over=over)))
+    )
+    plan, saved = compiled.plan, piper.Checkpoints(tmp_path, every=2)
+    run = piper.execute(compiled, steps=3, launcher="inline", gradients=True, checkpoint=saved)
+    assert not judged(name, run, plan)
+    assert run.peak_bytes == {r: plan.role_of(r).peak_bytes for r in range(plan.mesh.world)}
+    whole = piper.compile(of, piper.Strategy(Mesh(), piper.split(where(), microbatches=2)))
+    resumed = piper.execute(whole, steps=1, launcher="inline", resume=tmp_path / "step-00000002")
+    assert resumed.losses == pytest.approx(run.losses[2:], rel=1e-9)
+    if case == "capacity":  # the control: all matrices of a stack as one are another optimizer
+        assert judged(name, run, plan, flat=True)
+        layer = 2 * products(16, 16) + 2 * products(8, 16)  # q and out, k and v
+        layer += 2 * 3 * products(16, 16)  # a device has two of the four experts
+        op = next(p.op for i in plan.roles[0].program for p in i.parts if isinstance(p.op, Update))
+        made = updated(plan, plan.roles[0], op).products
+        assert sum(int(k.flops) * k.count for k in made) == 4 * layer
+        alone = [replace(bucket, newton_schulz=0) for bucket in plan.buckets]
+        faster = piper.simulate(replace(plan, buckets=tuple(alone)), "h100x8").step_s
+        assert faster < piper.simulate(plan, "h100x8").step_s
 
 
 @pytest.mark.long

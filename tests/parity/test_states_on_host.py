@@ -28,6 +28,11 @@ from tests.helpers.plan_edits import first_part
 
 DEEP = Composition("deep", 2, 1, 4, "1f1b", optimizer="adamw", clip=0.3, scheduler=True)
 SHARED = replace(DEEP, dp=2, zero=3, clip=None)
+TENSOR = Composition(
+    "gpt", 1, 2, 2, "gpipe", tp=2, stream="tokens", precision="narrow messages", bucket_mb=0.002
+)
+EXPERTS = Composition("moe", 1, 2, 2, "gpipe", ep=2, precision="narrow messages", bucket_mb=0.002)
+"""Shared chunks and shared experts, whose gradients are summed in another dtype than they are sent in."""
 ALL = where()
 
 
@@ -65,6 +70,8 @@ def states(plan: Plan, *, host: bool) -> dict[str, int]:
             Composition("gpt", 1, 1, 2, "1f1b", tp=2, stream="tokens"), (), marks=pytest.mark.long
         ),
         pytest.param(Composition("moe", 1, 2, 2, "gpipe", ep=2), (), marks=pytest.mark.long),
+        pytest.param(replace(TENSOR, zero=1), (), marks=pytest.mark.long),
+        pytest.param(EXPERTS, (), marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -87,6 +94,8 @@ def test_it_trains_like_one_device(c: Composition, selections: tuple[Any, ...]) 
             Composition("gpt", 1, 2, 2, "1f1b", tp=2, stream="tokens", zero=3),
             marks=pytest.mark.long,
         ),
+        replace(TENSOR, zero=3),
+        pytest.param(replace(EXPERTS, zero=3), marks=pytest.mark.long),
     ],
     ids=str,
 )

@@ -323,7 +323,7 @@ def test_inputs_of_parts_wait_on_the_host() -> None:
     [
         ("--fp8-format hybrid", "tensorwise", "a pass over each tensor"),
         ("--fp8-format hybrid --fp8-recipe custom", "bf16", "too slow"),
-        ("--optimizer muon", "adam", "as AdamW"),
+        ("--optimizer muon --tensor-model-parallel-size 2", "adam", "as AdamW"),
         ("--fine-grained-activation-offloading --offload-modules fused_group_mlp", "no-offload", "nothing is moved"),
         ("--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", "ring", "one ring"),
     ],
@@ -332,6 +332,19 @@ def test_stand_ins_are_asked_for_and_noted(more: str, stand_in: str, words_of_it
     with pytest.raises(JobError, match=f"--as {stand_in} .*{words_of_it}"):
         described(more)
     assert any(words_of_it in note for note in described(more, 8, stand_in).notes)
+
+
+def test_muon_has_whole_matrices_whose_states_no_rank_shares() -> None:
+    job = described(
+        "--optimizer muon --use-distributed-optimizer --expert-model-parallel-size 4", base=MIXTURE
+    )
+    assert (job.optimizer, job.layout.ep, job.layout.zero) == ("muon", 4, 0)
+    assert 'optimizer="muon"' in python(job, "A job")
+    assert any("beside Muon" in note for note in job.notes)
+    assert described("--use-distributed-optimizer").optimizer == "adamw"
+    assert described("--optimizer dist_muon").optimizer == "muon"
+    with pytest.raises(JobError, match="Muon of matrices that devices cut"):
+        described("--optimizer muon --use-torch-fsdp2", base=MIXTURE)
 
 
 def test_layers_for_further_tokens_are_the_last_ones() -> None:

@@ -39,6 +39,15 @@ def test_layouts_come_back(layout: DeviceLayout) -> None:
     assert replace(back(job), notes=()) == job
 
 
+def test_muon_comes_back_or_is_named() -> None:
+    job = replace(job_with(DeviceLayout(dp=2)), optimizer="muon")
+    assert back(job).optimizer == "muon"
+    for system in ("deepspeed", "accelerate"):
+        assert any("its optimizer, muon" in note for note in export_job(system, job).notes)
+    with pytest.raises(JobError, match="the optimizer muon; the nearest is adamw"):
+        export_job("torchtitan", job)
+
+
 @each_case(
     ("scale", "reduce"),
     [((("initial", 1024.0), ("hysteresis", 3)), "float16"), ((), "float32"), ((("fixed", 128.0),), "float32")],

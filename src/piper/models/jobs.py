@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from piper.models.decoder import DecoderConfig
 from piper.models.presets import preset
 from piper_ir.ground.errors import JobError
-from piper_runtime.rank import Job, Precision
+from piper_runtime.rank import BatchedMuon, Job, Precision
 
 SEED_STRIDE = 1_000_003
 """The distance between the seeds of two steps: more than the rows of a batch, as CPU generators use 32 bits only."""
@@ -35,6 +35,7 @@ def job(
     lr: float = 3e-4,
     clip_norm: float | None = None,
     seed: int = 0,
+    optimizer: Literal["adamw", "muon"] = "adamw",
 ) -> Job:
     """Return a job that trains a model to predict the next of random tokens, or, if it is an encoder, masked ones.
 
@@ -50,7 +51,12 @@ def job(
         lr: The learning rate.
         clip_norm: The largest norm of the gradients.
         seed: As in `piper.Job`.
+        optimizer: AdamW, or Muon for the matrices of layers and of experts and AdamW for all else (`muon`).
     """
+    if optimizer not in OPTIMIZERS:
+        raise JobError(
+            f"models.job(optimizer={optimizer!r}): {' or '.join(map(repr, OPTIMIZERS))} is needed"
+        )
     config = preset(model) if isinstance(model, str) else model
     if not isinstance(config, DecoderConfig):
         raise JobError(f"models.job({model!r}): a preset's name or a DecoderConfig is needed")
@@ -65,7 +71,7 @@ def job(
             config.mtp_weight if config.mtp else 0.0,
             classes=config.pooled_classes > 0,
         ),
-        partial(adamw, lr=lr),
+        partial(OPTIMIZERS[optimizer], lr=lr),
         global_batch=global_batch,
         tokens_per_row=config.length,
         clip_norm=clip_norm,
@@ -202,3 +208,22 @@ def adamw(named: list[tuple[str, nn.Parameter]], lr: float) -> torch.optim.Optim
         {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=(0.9, 0.95))
+
+
+def muon(named: list[tuple[str, nn.Parameter]], lr: float) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices of layers, also in stacks of experts, and AdamW for all other parameters.
+
+    Steps are scaled to be as long as AdamW's (arXiv 2502.16982, section 2.2).
+    """
+
+    def of_layers(name: str, p: nn.Parameter) -> bool:
+        return name.startswith(("layers.", "mtp.")) and p.ndim >= 2 and not name.endswith("bias")
+
+    matrices = [p for name, p in named if of_layers(name, p)]
+    rest = [(name, p) for name, p in named if not of_layers(name, p)]
+    own = BatchedMuon(matrices, lr=lr, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    return [own, adamw(rest, lr)]
+
+
+OPTIMIZERS: Mapping[str, Callable[..., Any]] = {"adamw": adamw, "muon": muon}
+"""The optimizers of `job` by name."""

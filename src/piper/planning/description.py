@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from piper.models.jobs import muon
 from piper.planning.foreign import model_sizes
 from piper_compiler import Strategy, offload, partition, recipes, recompute
 from piper_compiler.directives import (
@@ -80,6 +81,7 @@ def description(job: Job, strategy: Strategy, name: str) -> JobDescription:
         loss_scale=_scale(precision.scaling),
         float8=None if precision.quantised is None else Float8Layers(**asdict(precision.quantised)),
         clip_norm=job.clip_norm,
+        optimizer="muon" if getattr(job.optimizer, "func", None) is muon else "adamw",
         loss_tiles=next((d.tiles for d in strategy.directives if isinstance(d, tile_loss)), 1),
     )
 

@@ -26,6 +26,7 @@ class Training:
         update_bytes: bytes of temporaries that the optimizer holds in an update of a rank's shards of some buckets.
         whole: the name of an optimizer that works on whole parameters, whose states ranks cannot share; else "".
         whole_groups: the groups of such optimizers, whose parameters are updated one by one.
+        matrix_groups: the groups among these in which each matrix [..., rows, columns] is updated by itself.
         averages: buffers that forward updates from the batch and reads for nothing else, so that the buffers of replica
             0 count; None if the job has not chosen that replicas may differ.
         params: the dtype of parameters in the update; "" for their dtype in forward and backward.
@@ -34,6 +35,7 @@ class Training:
         scaled: whether the loss is scaled, so that a step is skipped if the norm of the gradient is not finite.
         undivided: why a step may have one microbatch on one replica only; "" if it may have any number.
         drawn_by_row: whether random numbers are drawn by row, and not by torch's generator.
+        newton_schulz: by group, the iterations by which its optimizer makes matrices orthogonal, where it does.
     """
 
     group_of: Mapping[str, int] = field(default_factory=dict)
@@ -43,6 +45,7 @@ class Training:
     update_bytes: Callable[[Sequence[Bucket]], int] = lambda buckets: 0
     whole: str = ""
     whole_groups: frozenset[int] = frozenset()
+    matrix_groups: frozenset[int] = frozenset()
     params: str = ""
     reduce: str = ""
     averages: frozenset[str] | None = None
@@ -50,6 +53,7 @@ class Training:
     scaled: bool = False
     accumulate: str = ""
     drawn_by_row: bool = True
+    newton_schulz: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def normed(self) -> bool:

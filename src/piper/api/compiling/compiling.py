@@ -262,6 +262,7 @@ def trained_job(
         spec.update_bytes,
         spec.whole,
         spec.whole_groups,
+        spec.matrix_groups,
         dtypes.params,
         dtypes.reduce or dtypes.params,
         averages_of(source, captured),
@@ -269,6 +270,7 @@ def trained_job(
         dtypes.scaling is not None,
         dtypes.accumulate or "",
         source.draws == "rows",
+        spec.newton_schulz,
     )
     return Trained(captured, spec, training, request)
 

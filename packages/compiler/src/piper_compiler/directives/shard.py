@@ -42,7 +42,8 @@ Legality
  8. Each name in `index` is that of an index, no op wants it whole, and the devices divide it.
  9. Where tokens are shared, the devices divide them, and no region is opaque.
 10. The optimizer is one that works element by element where parameters are in parts: those of torch.optim but
-    Adafactor and Muon, or one that piper.elementwise declares.
+    Adafactor and Muon, or one that piper.elementwise declares. Where each device has whole matrices of a stack, as of
+    experts, piper.BatchedMuon is accepted, too.
 11. `channel` and `sms` stand with stream="rows" or cut=True alone, and not for dropless mixtures, whose exchanges are
     inside of steps: the name of a stream other than compute's, and a number from 0 to 4096 or None. With
     stream="rows" `index` names one index, and `keep` is False.

@@ -146,6 +146,10 @@ def _notes(described: JobDescription) -> tuple[str, ...]:
         notes.append(
             "of linear layers torchao leaves out the first and the last, and Transformer Engine none"
         )
+    if described.optimizer != "adamw":
+        notes.append(
+            f"the script must make its optimizer, {described.optimizer}; the file says AdamW"
+        )
     if described.loss_tiles > 1:
         notes.append(f"the script must compute its loss in {described.loss_tiles} tiles of tokens")
     narrow = described.compute in ("bfloat16", "float16")

@@ -172,6 +172,10 @@ def _notes(described: JobDescription) -> tuple[str, ...]:
     notes = [
         "the model, the tokens of a row and the number of devices are the script's; the file does not say them"
     ]
+    if described.optimizer != "adamw":
+        notes.append(
+            f"the script must make its optimizer, {described.optimizer}; the file says AdamW"
+        )
     if described.loss_tiles > 1:
         notes.append(f"the script must compute its loss in {described.loss_tiles} tiles of tokens")
     if described.recompute:

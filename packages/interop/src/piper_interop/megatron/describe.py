@@ -17,7 +17,7 @@ from piper_interop.megatron.sizes import length, makers_of, policy_of, sizes
 from piper_interop.megatron.stages import boundaries
 from piper_interop.megatron.table import TABLE
 from piper_interop.megatron.table_model import beside, exchanged, mixture, parts_again
-from piper_interop.megatron.table_strategy import sharded, whole_graph
+from piper_interop.megatron.table_strategy import muon, sharded, whole_graph
 from piper_interop.neutral.described import (
     DeviceLayout,
     ExpertAxes,
@@ -116,6 +116,7 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         float8=_float8(foreign, asked),
         clip_norm=foreign["clip-grad"] or None,
         lr=foreign.get("lr", 3e-4),
+        optimizer="muon" if muon(foreign) else "adamw",
         stack="megatron",
         cuda_graph=whole_graph(foreign),
         notes=notes(foreign, asked),
@@ -259,7 +260,7 @@ def _zero(foreign: Foreign) -> int:
         return 3
     if foreign["use-megatron-fsdp"]:
         return ZERO[foreign["data-parallel-sharding-strategy"]]
-    return int(foreign["use-distributed-optimizer"])
+    return int(foreign["use-distributed-optimizer"] and not muon(foreign))
 
 
 def _bucket(foreign: Foreign, found: Degrees, zero: int) -> float | None:

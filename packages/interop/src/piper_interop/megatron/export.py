@@ -50,6 +50,9 @@ def export(described: JobDescription) -> Exported:
     _offload(described, options)
     options.add("clip-grad", described.clip_norm or 0.0)
     options.add("lr", described.lr)
+    if described.optimizer == "muon":
+        options.add("optimizer", "muon")
+        options.add("muon-extra-scale-factor", 0.2)  # of piper.models.muon
     for name, value in (("train-iters", 100), ("eval-iters", 0)):
         options.add(name, value)
     if described.sizes.fields.get("causal", True):

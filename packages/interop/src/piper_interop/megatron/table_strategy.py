@@ -38,6 +38,13 @@ def sharded(foreign: Foreign) -> bool:
     return bool(foreign["use-megatron-fsdp"] or foreign["use-torch-fsdp2"])
 
 
+def muon(foreign: Foreign) -> bool:
+    """Return whether matrices are updated by Muon, and each is whole on its devices."""
+    found = degrees(foreign)
+    whole = found.tp == 1 and (found.etp == 1 or not mixture(foreign)) and not sharded(foreign)
+    return foreign["optimizer"] in ("muon", "dist_muon") and whole
+
+
 def whole_graph(foreign: Foreign) -> bool:
     """Return whether forward and backward of a step are one CUDA graph, which can be said here."""
     impl, scope = foreign.get("cuda-graph-impl", "none"), foreign.get("cuda-graph-scope") or ()
@@ -191,7 +198,10 @@ STRATEGY: OptionTable = {
     "step-batch-size-schedule": Nearest("the last batch of the schedule", "earlier steps have fewer rows"),
     "rampup-batch-size": Nearest("the batch after the ramp", "earlier steps have fewer rows"),
     # states
-    "use-distributed-optimizer": Mapped("dp: zero=1, over cp, too"),
+    "use-distributed-optimizer": (
+        Nearest("optimizer states that no rank shares, beside Muon", MORE, when=muon),
+        Mapped("dp: zero=1, over cp, too"),
+    ),
     "use-megatron-fsdp": Mapped("dp: zero"),
     "data-parallel-sharding-strategy": Mapped("dp: zero, with --use-megatron-fsdp"),
     "use-torch-fsdp2": Mapped("dp: zero=3"),
@@ -311,14 +321,18 @@ STRATEGY: OptionTable = {
     # optimizer
     "optimizer": (
         Nearest("AdamW", MORE, when=lambda f: f["optimizer"] == "sgd"),
+        Nearest(
+            "Muon whose states no rank shares", MORE, when=lambda f: f["optimizer"] == "dist_muon" and muon(f)
+        ),
         Unsupported(
-            "an optimizer over whole matrices, or with other states",
+            "an optimizer with other states, or Muon of matrices that devices cut",
             "give --set --optimizer=adam",
             unless=("adam",),
+            when=lambda f: not muon(f),
             stand_in="adam",
             how=f"as AdamW: {FAST}, {MORE}",
         ),
-        Mapped("AdamW"),
+        Mapped("AdamW, or Muon for the matrices of layers and AdamW for all else"),
     ),
     "clip-grad": Mapped("clip_norm"),
     "lr": Mapped("lr"),

@@ -283,6 +283,7 @@ class JobDescription:
         float8: the linear layers that multiply in float8; None for none.
         clip_norm: the largest norm of the gradients; None for no bound.
         lr: the learning rate.
+        optimizer: "adamw", or "muon" for the matrices of layers and AdamW for all else.
         parameters: the count that the system itself says; None if it says none.
         stack: the kernels, as clusters name them: "eager", "inductor" or "megatron"; "" if the job does not say it.
         cuda_graph: whether forward and backward of a step are one CUDA graph: `piper.Options(cuda_graph=True)`.
@@ -313,6 +314,7 @@ class JobDescription:
     loss_scale: tuple[tuple[str, float], ...] = ()
     float8: Float8Layers | None = None
     accumulate: str = ""
+    optimizer: str = "adamw"
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property

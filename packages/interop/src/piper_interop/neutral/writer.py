@@ -88,6 +88,8 @@ def job_lines(described: JobDescription) -> Iterator[str]:
         arguments.append(f"clip_norm={described.clip_norm!r}")
     if described.lr != 3e-4:
         arguments.append(f"lr={described.lr!r}")
+    if described.optimizer != "adamw":
+        arguments.append(f"optimizer={literal(described.optimizer)}")
     yield from _call(f"job = piper.models.job(sizes, {', '.join(arguments)})")
 
 

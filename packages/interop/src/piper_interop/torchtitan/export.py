@@ -102,6 +102,8 @@ def _model_lacks(described: JobDescription) -> Iterator[str]:
         yield "an encoder; torchtitan has decoders"
     if described.float8 is not None and described.float8.recipe not in CONVERTERS:
         yield f"float8 by the recipe {described.float8.recipe}; the nearest is rowwise"
+    if described.optimizer != "adamw":
+        yield f"the optimizer {described.optimizer}; the nearest is adamw"
     if described.reduce != "float32":
         yield f"gradients that are reduced in {described.reduce}; the nearest is float32"
     if described.accumulate not in ("", described.params):

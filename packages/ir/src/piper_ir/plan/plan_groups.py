@@ -30,6 +30,7 @@ class Bucket(BucketDtypes):
         host: whether its masters and the optimizer's states are in the memory of the host, where it is updated.
         away: whether its parameters are there, too; chunks read copies, or gather them from copies of shards.
         accumulate: the dtype in which a rank sums gradients over microbatches; "" for that of reductions.
+        newton_schulz: iterations by which an update makes each matrix [..., rows, columns] orthogonal; 0 for none.
     """
 
     id: str
@@ -50,6 +51,7 @@ class Bucket(BucketDtypes):
     host: bool = False
     away: bool = False
     accumulate: str = ""
+    newton_schulz: int = 0
 
     @property
     def lent(self) -> bool:

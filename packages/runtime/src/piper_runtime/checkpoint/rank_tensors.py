@@ -260,7 +260,7 @@ def _optimizer_tensors(rank: RankState, bucket: Bucket, *, again: bool) -> Itera
             if not isinstance(value, torch.Tensor):
                 continue
             if not of.flat:
-                yield _alone(optimizer_key(of.names[0], key), value)
+                yield _of_parameter(rank, of, key, value)
             elif value.ndim:
                 yield FlatState(value, _ranges(rank, bucket, partial(_under, key), of))
             elif again or (_first_part(rank, bucket) and not of.first):
@@ -268,6 +268,15 @@ def _optimizer_tensors(rank: RankState, bucket: Bucket, *, again: bool) -> Itera
                     value.view(1),
                     tuple(NamedRange(optimizer_key(n, key), (), 0, 0, 1) for n in of.names),
                 )
+
+
+def _of_parameter(rank: RankState, of: OptimizerState, key: str, value: torch.Tensor) -> FlatState:
+    """Return a state of one parameter: the part that this rank has, if it has the parameter's shape."""
+    (name,) = of.names
+    if tuple(value.shape) != tuple(rank.own_shapes[name]):
+        return _alone(optimizer_key(name, key), value)
+    own = _in_named(rank, name, optimizer_key(name, key), range(value.numel()), 0)
+    return FlatState(value.detach().reshape(-1), tuple(own))
 
 
 def _under(key: str, name: str) -> str:

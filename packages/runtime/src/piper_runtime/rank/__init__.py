@@ -15,6 +15,7 @@ from piper_runtime.rank.job.job import InitialState, Job, materialize
 from piper_runtime.rank.job.job_evaluation import of_loss, of_outputs
 from piper_runtime.rank.job.loss_scale import LossScale
 from piper_runtime.rank.job.precision import Precision
+from piper_runtime.rank.optimizers.batched_muon import BatchedMuon
 from piper_runtime.rank.optimizers.optimizer_groups import OptimizerSpec, optimizer_spec
 from piper_runtime.rank.optimizers.optimizer_kinds import (
     KEEPS_TO,
@@ -41,6 +42,7 @@ from piper_runtime.rank.values.device import choose_device, default_kind, using
 from piper_runtime.rank.values.rng import Draws, rng_seed
 
 __all__ = [
+    "BatchedMuon",
     "BoundComm",
     "BoundInstr",
     "Evaluation",

@@ -225,7 +225,7 @@ class DeviceModel(CostModel):
             return Work(known.seconds, known.source)
         device = self._need(node, kind)
         self._provenance.computed()
-        if update is not None and (device.stack is not None or update.host is not None):
+        if update is not None and (device.stack or update.host or update.products):
             return Work(update_seconds(device, update, self.cluster, kind), "formula")
         return Work(
             launched(device, touched / (device.memory_bandwidth * device.memory_fraction), 1),

@@ -15,6 +15,10 @@ gradients have another dtype than the updated parameters, one reads them and wri
 If a bucket is sharded, each rank updates its own shard. Of gradients that it keeps whole (zero=1) it reads its shard,
 and zeroes all.
 
+Muon's matrices are made orthogonal on top of that, by products in bfloat16 of which each matrix has its own: in each
+iteration X X^T of the smaller side r and the larger c, its square, and that times X, 4 r^2 c + 2 r^3 FLOPs
+(torch.optim.Muon; Jordan, kellerjordan.github.io/posts/muon). On the host they are not counted.
+
 Buckets that are updated on the host come after the others: gradients are copied there, processors read and write the
 same bytes in its memory as a device would in one fused pass, and parameters are copied back, one after the other. All
 devices of a node do so at once and share its memory.
@@ -22,17 +26,18 @@ devices of a node do so at once and share its memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, prod
 
-from piper_ir.ground.sizes import ITEM_BYTES
+from piper_ir.ground.sizes import ITEM_BYTES, bind
 from piper_ir.plan.plan import Category, Plan, RolePlan, State
 from piper_ir.plan.plan_bytes import own_bytes
 from piper_ir.program.ops import Update
+from piper_ir.program.program import Kernel
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
-from piper_simulator.durations.kernels import launched, memory_fraction
+from piper_simulator.durations.kernels import kernel_seconds, launched, memory_fraction
 
 CHUNK, BLOCKS = 65_536, 320
 """The elements that a block takes, and the blocks of a kernel: torch, native/cuda/MultiTensorApply.cuh."""
@@ -78,6 +83,7 @@ class Updated:
         copies: by bucket, the bytes that casts read and write: of gradients before, of parameters after the update.
         others: bytes of gradients that are only set to zero, since other ranks update those parameters.
         host: the part of the update that runs on the host, which none of the other fields counts.
+        products: the matrix products of Muon.
     """
 
     param: int
@@ -89,13 +95,32 @@ class Updated:
     copies: tuple[int, ...] = ()
     others: int = 0
     host: HostUpdate | None = None
+    products: tuple[Kernel, ...] = ()
 
 
 def updated(plan: Plan, role: RolePlan, op: Update) -> Updated:
     """Return the bytes that an update of a role works on."""
     here = tuple(b for b in op.buckets if not plan.bucket(b).host)
     own = _on_buckets(plan, role, replace(op, buckets=here))
+    iterated = {plan.bucket(b).newton_schulz for b in here} - {0}
+    if iterated:
+        own = replace(own, products=tuple(_products(plan, here)))
     return own if len(here) == len(op.buckets) else replace(own, host=_on_host(plan, role, op))
+
+
+def _products(plan: Plan, buckets: Sequence[str]) -> Iterator[Kernel]:
+    """Yield the products by which Newton-Schulz iterations make the matrices of some buckets orthogonal."""
+    specs = {p.name: p.spec for p in plan.params}
+    for bucket in map(plan.bucket, buckets):
+        for name in bucket.params if bucket.newton_schulz else ():
+            *stack, rows, columns = (bind(d, 0) for d in specs[name].shape)
+            r, c = sorted((rows, columns))
+            many = prod(stack) * bucket.newton_schulz
+            for m, n, k in ((r, r, c), (r, r, r), (r, c, r)):
+                moved = ITEM_BYTES["bfloat16"] * (m * k + k * n + m * n)
+                yield Kernel(
+                    "matmul", (m, n, k), "bfloat16", 2 * m * n * k, moved, many, op="addmm"
+                )
 
 
 def _on_buckets(plan: Plan, role: RolePlan, op: Update) -> Updated:
@@ -150,7 +175,9 @@ def update_seconds(
         return own + _host_seconds(device, cluster, kind, of.host)
     moved = update_bytes(of, fused=device.stack is None or device.stack.optimizer == "fused")
     busy = sum(b / (device.memory_bandwidth * memory_fraction(device, b)) for b in moved)
-    return launched(device, busy, len(moved) + (of.state > 0))  # and the step is counted
+    busy += sum(k.count * kernel_seconds(device, k, backward=False).seconds for k in of.products)
+    kernels = len(moved) + sum(k.count for k in of.products) + (of.state > 0)
+    return launched(device, busy, kernels)  # and the step is counted
 
 
 def _host_seconds(device: Device, cluster: Cluster, kind: int, of: HostUpdate) -> float:

@@ -104,9 +104,12 @@ def states(graph: Graph, training: Training) -> dict[str, tuple[State, ...]]:
             State(kind, bucket.id, size, True, bucket.on_host(kind))
             for kind, size in flat_bytes(bucket, graph.mesh).items()
         ]
-        if optim := training.state_bytes(
+        optim = training.state_bytes(
             replace(bucket, numel=bucket.numel // graph.mesh.degree(bucket.shard.optim))
-        ):
+        )
+        if bucket.group in training.whole_groups:  # of some matrices of each stack
+            optim //= graph.mesh.degree(bucket.parts)
+        if optim:
             mine.append(State("optim", bucket.id, optim, True, bucket.host))
         for role in bucket.roles:
             states_by_role[role].update({s.id: s for s in mine})

@@ -98,7 +98,7 @@ def make_buckets(edit: Editor, training: Training) -> None:
         members.append(param)
         filled[key] += _aligned(param, key) * item
     for number, (key, members) in enumerate(buckets):
-        _add(edit, f"bucket{number}", key, members)
+        _add(edit, f"bucket{number}", key, members, training.newton_schulz.get(key.group, 0))
 
 
 def _moves(edit: Editor, param: Param, chosen: Replication, policy: Replication) -> bool:
@@ -121,6 +121,7 @@ def _moves(edit: Editor, param: Param, chosen: Replication, policy: Replication)
 WHOLE = {
     "Adafactor": " (it keeps sums over rows and columns of matrices)",
     "Muon": " (it makes the updates of matrices orthogonal)",
+    "BatchedMuon": " (it makes the updates of matrices orthogonal)",
 }
 """The reasons why optimizers of torch need whole parameters, as a message gives them."""
 
@@ -138,7 +139,7 @@ def _check_whole(edit: Editor, training: Training) -> None:
         for p in edit.graph.program.params
         if p.trained and training.group_of.get(p.name, 0) in groups
     ]
-    if parted := next((p.name for p in whole if p.layout), None):
+    if parted := next((p.name for p in whole if _apart(p, training)), None):
         raise CompileError(
             f"each device would have a part of parameter {parted!r} (by shard), {advice} leave shard out"
         )
@@ -148,6 +149,13 @@ def _check_whole(edit: Editor, training: Training) -> None:
             f"{edit.graph.log[sharing.applied]}: ranks would share the states of the optimizer, each with a part "
             f"of every parameter, {advice} use zero=0"
         )
+
+
+def _apart(param: Param, training: Training) -> bool:
+    """Return whether devices have parts of a tensor that is updated as one: a parameter, or a matrix in a stack."""
+    alone = training.group_of.get(param.name, 0) in training.matrix_groups
+    stacked = len(param.spec.shape) - 2 if alone else 0
+    return any(part.dim >= stacked for part in param.layout)
 
 
 @lru_cache(64)
@@ -222,7 +230,7 @@ def _aligned(param: Param, kind: _Kind) -> int:
     return -(-bind(param.spec.numel, 0) // kind.step) * kind.step
 
 
-def _add(edit: Editor, id: str, kind: _Kind, members: list[Param]) -> None:
+def _add(edit: Editor, id: str, kind: _Kind, members: list[Param], newton_schulz: int) -> None:
     offsets, numel = [], 0
     for param in members:
         offsets.append(numel)
@@ -253,7 +261,7 @@ def _add(edit: Editor, id: str, kind: _Kind, members: list[Param]) -> None:
     edit.buckets[id] = Bucket(
         id, tuple(p.name for p in members), tuple(offsets), numel, dtype, roles, axes, kind.group, channel,
         shard, gather, scatter, compute, reduce, kind.parts, kind.host, kind.away,
-        accumulate,
+        accumulate, newton_schulz,
     )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ def call_optimizers(
         raise JobError(
             f"{error}. Give it the matrices, and the other parameters to another optimizer: "
             'Job(optimizer={"layers.*.weight": muon, "*": adamw}), where each is a function of its '
-            "named parameters"
+            "named parameters. piper.BatchedMuon also takes stacks of matrices, such as experts"
         ) from error.__cause__
     several = isinstance(returned, list | tuple)
     optimizers: Sequence[Any] = list(returned) if isinstance(returned, list | tuple) else [returned]

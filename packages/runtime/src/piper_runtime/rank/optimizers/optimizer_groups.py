@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Muon, Optimizer
 
 from piper_ir.ground.errors import JobError
 from piper_ir.ground.sizes import ITEM_BYTES
@@ -28,6 +28,7 @@ from piper_runtime.rank.optimizers.optimizer_calls import (
 )
 from piper_runtime.rank.optimizers.optimizer_kinds import (
     ELEMENTWISE,
+    OF_MATRICES,
     declared_elementwise,
     declared_per_parameter,
     separable,
@@ -65,6 +66,8 @@ class GroupSpec:
         counters: bytes of its step counters for a bucket, if a fused kernel runs.
         piece: the sizes of its state and temporaries for a piece of a bucket, if it updates each element by itself and
             no fused kernel runs.
+        matrices: whether it updates each matrix of a parameter by itself.
+        newton_schulz: the iterations by which it makes matrices orthogonal; 0 for none.
     """
 
     kind: str
@@ -73,6 +76,8 @@ class GroupSpec:
     copies: int = 0
     counters: int = 0
     piece: PieceSizes | None = None
+    matrices: bool = False
+    newton_schulz: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,8 +117,21 @@ class OptimizerSpec:
         """Return the groups whose parameters are updated one by one."""
         return frozenset(index for index, g in enumerate(self.groups) if not g.flat)
 
+    @property
+    def matrix_groups(self) -> frozenset[int]:
+        """Return the groups of `whole_groups` in which each matrix of a parameter is updated by itself."""
+        return frozenset(index for index, g in enumerate(self.groups) if g.matrices)
+
+    @property
+    def newton_schulz(self) -> dict[int, int]:
+        """Return by group the iterations by which matrices are made orthogonal, where they are."""
+        return {index: g.newton_schulz for index, g in enumerate(self.groups) if g.newton_schulz}
+
     def state_bytes(self, bucket: Bucket) -> int:
-        """Return the bytes of optimizer state that a holder of the bucket keeps."""
+        """Return the bytes of optimizer state that a holder of the bucket keeps.
+
+        For parameters that are updated one by one it counts all matrices of a stack, also if devices share them.
+        """
         group = self.groups[bucket.group]
         if group.piece is not None:
             each, beside = group.piece.kept
@@ -184,9 +202,18 @@ def optimizer_spec(job: Job, params: Sequence[Param]) -> OptimizerSpec:
             one_by_one(optimizer, fused=not problem)
             one_by_one_fused[number] = not problem
             param_bytes |= state_bytes(optimizer, own_parameters(optimizer, named), trained)
-            groups += [GroupSpec(type(optimizer).__name__, number, False)] * len(
-                optimizer.param_groups
-            )
+            of_matrices = type(optimizer) in OF_MATRICES
+            muon = isinstance(optimizer, Muon)
+            groups += [
+                GroupSpec(
+                    type(optimizer).__name__,
+                    number,
+                    False,
+                    matrices=of_matrices,
+                    newton_schulz=group["ns_steps"] if muon else 0,
+                )
+                for group in optimizer.param_groups
+            ]
     steps = WholeSteps(job.make_optimizers, params, dtype, one_by_one_fused)
     return OptimizerSpec(
         names_of(optimizers),

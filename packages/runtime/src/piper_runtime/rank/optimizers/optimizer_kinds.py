@@ -10,15 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 from torch.optim import (
     ASGD,
     SGD,
     Adadelta,
+    Adafactor,
     Adagrad,
     Adam,
     Adamax,
     AdamW,
+    Muon,
     NAdam,
     Optimizer,
     RAdam,
@@ -27,6 +28,7 @@ from torch.optim import (
 )
 
 from piper_ir.ground.errors import JobError
+from piper_runtime.rank.optimizers.batched_muon import BatchedMuon
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW)
 """The optimizers that run on flat buckets by torch's fused kernels, by exact class."""
@@ -47,13 +49,16 @@ TRIED: tuple[type[Optimizer], ...] = (
 A trial shows whether they do so under their settings, too.
 """
 
-SEPARABLE: tuple[type[Optimizer], ...] = (
-    *TRIED,
-    *(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)),
-)
+SEPARABLE: tuple[type[Optimizer], ...] = (*TRIED, Adafactor, Muon, BatchedMuon)
 """The optimizers whose update of a parameter depends on that parameter only, by exact class.
 
 Any other may couple parameters (a norm over all of them), and a rank of a pipeline sees only its own.
+"""
+
+OF_MATRICES: tuple[type[Optimizer], ...] = (BatchedMuon,)
+"""The optimizers that update each matrix [..., rows, columns] of a parameter by itself, by exact class.
+
+Devices may have some of the matrices each.
 """
 
 REFUSED = {
