@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import re
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from piper_ops import DIRECT, compiled_fusion
 
 PROGRESS_S = 1.0
 """The seconds between two signs of progress of a rank that compiles."""
+COMPILING_S = 900.0
+"""The seconds for which compiling a group counts as progress: a compiler that takes longer is waited for in vain."""
 
 StepFunction = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
 """A step function that empties its argument list, so that a tensor held only by the list is freed at its last use."""
@@ -153,7 +156,7 @@ class LoadedSteps:
         self, code: ExportedCode, device: str | torch.device = "cpu", given: Mapping[str, Any] | None = None,
         kernels: Kernels | None = None, progress: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        """Keep the code; `progress` is called every PROGRESS_S seconds while a group of operations compiles."""
+        """Keep the code; `progress` is called every PROGRESS_S seconds while a group compiles, for COMPILING_S at most."""
         self._code, self._device, self._kernels = code, device, kernels
         self._given = {"FUSION": self._fusion, **(given or {})}
         self._progress = progress
@@ -188,11 +191,15 @@ class LoadedSteps:
 
 @contextmanager
 def _shown(progress: Callable[[], None] | None) -> Iterator[None]:
-    """Show progress until the block ends, also while it waits for another rank that compiles the same."""
+    """Show progress until the block ends, also while it waits for another rank that compiles the same.
+
+    After COMPILING_S it shows none, so that the watch of the run notices a compiler that hangs.
+    """
     ended = threading.Event()
+    longest = time.monotonic() + COMPILING_S
 
     def show() -> None:
-        while progress is not None and not ended.wait(PROGRESS_S):
+        while progress is not None and not ended.wait(PROGRESS_S) and time.monotonic() < longest:
             progress()
 
     thread = threading.Thread(target=show, name="piper compiling", daemon=True)
