@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import piper
 from benchmarks.planned.tables import draws
 from piper import cli, models
+from piper.api.problems import spaces
 from piper.api.problems.spaces import StrategySpace
 from piper.api.problems.tuning_problem import Conditions, problem_of
 from piper_autotune import NothingFoundError
@@ -104,6 +105,13 @@ def test_axes_have_the_sizes_that_divide() -> None:
     assert dict(space.sizes) == {"tp": (1, 2, 4, 8), "cp": (1, 2), "ep": (1,), "pp": (1, 2, 4)}
     assert (space.devices, space.layers, space.rows) == (16, 4, (1, 2, 4, 8))
     assert piper.space(mixture(), CLUSTER).sizes["ep"] == (1, 2, 4)
+
+
+def test_experts_leave_a_node_where_their_states_need_it() -> None:
+    scale = replace(piper.space(mixture(), CLUSTER).scale, per_node=8)
+    assert spaces._expert_sizes(64, 256, 16, scale) == (1, 2, 4, 8)
+    large = replace(scale, parameters=671 * 10**9)
+    assert spaces._expert_sizes(64, 256, 16, large) == (1, 2, 4, 8, 16, 32, 64)
 
 
 def test_a_search_begins_with_what_is_published_and_with_each_mesh_in_little_memory() -> None:

@@ -26,6 +26,8 @@ MOST_TP = 8
 """The most devices along tp: messages inside of a layer must not leave a node, and published runs have at most 8."""
 MOST_CP = 8
 """The most devices along cp."""
+MOST_EP = 64
+"""The most devices along ep: those of DeepSeek-V3's training (arXiv 2412.19437)."""
 MOST_STAGES = 16
 """The most devices along pp, as in published runs of models up to 405B (Llama 3, arXiv 2407.21783, table 4)."""
 MOST_ROWS = 8
@@ -392,15 +394,15 @@ def space(job: Job, cluster: str | Cluster, **fixed: Any) -> StrategySpace:
     sizes = {
         "tp": _powers(devices, min(target.per_node, MOST_TP)),
         "cp": _powers(devices, min(MOST_CP, max(1, tokens // LEAST_TOKENS))),
-        "ep": _powers(gcd(devices, experts), target.per_node),
         "pp": tuple(n for n in _divisors(devices, MOST_STAGES) if n <= max(layers, 1)),
     }
+    scale = Scale.of(traced, tokens, target)
+    sizes["ep"] = _expert_sizes(gcd(devices, experts), devices, max(sizes["pp"]), scale)
     for axis in AXES:
         if axis in fixed:
             sizes[axis] = (fixed[axis],)
     rows = (fixed["rows"],) if "rows" in fixed else _divisors(job.global_batch, MOST_ROWS)
     rest = {name: value for name, value in fixed.items() if name not in (*AXES, "rows")}
-    scale = Scale.of(traced, tokens, target)
     tiles = bool(tokens) and traced.has_cross_entropy
     return StrategySpace(
         devices, job.global_batch, layers, sizes, rows, scale, experts, traced.dropless, tiles, rest
@@ -411,6 +413,19 @@ def _experts(traced: Traced) -> int:
     """Return how many experts a layer has, 1 if it has none: as many as its matrices of parameters in one."""
     stacked = [p.shape[0] for p in traced.forward.params if len(p.shape) == 3]
     return gcd(*stacked) if traced.experts and stacked else 1
+
+
+def _expert_sizes(experts: int, devices: int, pp: int, scale: Scale) -> Sizes:
+    """Return the sizes of ep: inside of a node, and beyond it if a device could not keep its experts' states there.
+
+    That is judged with the most stages, `pp`, and only the optimizer's states shared, as in `StrategySpace._least`.
+    Larger groups exchange their rows between nodes.
+    """
+    inside = _powers(experts, scale.per_node)
+    own = scale.own({"tp": 1, "ep": inside[-1], "pp": pp})
+    if scale.fits_whole(own, devices // (pp * inside[-1])):
+        return inside
+    return _powers(experts, MOST_EP)
 
 
 def _powers(number: int, most: int) -> Sizes:

@@ -156,7 +156,10 @@ class LoadedSteps:
         self, code: ExportedCode, device: str | torch.device = "cpu", given: Mapping[str, Any] | None = None,
         kernels: Kernels | None = None, progress: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        """Keep the code; `progress` is called every PROGRESS_S seconds while a group compiles, for COMPILING_S at most."""
+        """Keep the code.
+
+        `progress` is called every PROGRESS_S seconds while a group of operations compiles, for COMPILING_S at most.
+        """
         self._code, self._device, self._kernels = code, device, kernels
         self._given = {"FUSION": self._fusion, **(given or {})}
         self._progress = progress
