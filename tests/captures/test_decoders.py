@@ -404,6 +404,8 @@ def test_a_balanced_mixture_returns_its_loss_once_for_each_mixture() -> None:
         (BASE, dict(attention="flash"), "attention='flash'.*'fused' or 'math'"),
         (BASE, dict(dropout=1.0), "dropout=1.0.*below 1"),
         (BASE, dict(logit_cap=0.0), "logit_cap=0.0.*above 0"),
+        (BASE, dict(logit_cap="x"), "logit_cap=.x..*above 0"),
+        (BASE, dict(mtp_weight="x"), "mtp_weight=.x..*above 0"),
         (BASE, dict(eps=0), "eps=0.*above 0"),
         (BASE, dict(parallel=True, norms="after"), "norms='before' is needed"),
         (BASE, dict(parallel_norms=2), "parallel_norms=2.*parallel=True"),

@@ -13,7 +13,7 @@ import pytest
 
 from tests.faults import runtime_faults as faults
 from tests.helpers import composition_cover as covers
-from tests.helpers import compositions, parity
+from tests.helpers import compositions, drawn_compositions, parity
 from tests.helpers.compositions import Composition, fitted, has_stages
 from tests.helpers.cover import met
 from tests.helpers.judged import judge
@@ -59,7 +59,7 @@ def test_a_composition_trains_what_one_device_trains(
 def test_any_composition_trains_what_one_device_trains(
     seed: int, request: pytest.FixtureRequest
 ) -> None:
-    judged(*covers.drawn(seed), request)
+    judged(*drawn_compositions.drawn(seed), request)
 
 
 def test_the_cover_has_every_two_values_that_may_meet() -> None:
@@ -114,10 +114,10 @@ def test_a_fault_in_any_composition_is_seen() -> None:
 def test_the_long_suite_draws_every_value_of_every_factor() -> None:
     seen: dict[str, set[Any]] = {name: set() for name in covers.WIDE.factors}
     for seed in range(1000):
-        row = covers.wide_row(seed)
+        row = drawn_compositions.wide_row(seed)
         for name, value in row.items():
             seen[name].add(value)
-    fields = [vars(covers.drawn(seed)[0]) for seed in range(LONG)]
+    fields = [vars(drawn_compositions.drawn(seed)[0]) for seed in range(LONG)]
     for name, wanted in BESIDE.items():
         assert wanted <= {c[name] for c in fields}, name
     assert any(c["at"] and len(set(c["at"])) < len(c["at"]) for c in fields), "empty stages"

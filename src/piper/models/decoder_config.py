@@ -168,7 +168,11 @@ _NUMBERS: Sequence[tuple[tuple[str, ...], Callable[[Any], bool], str]] = (
         lambda x: _is_number(x) and isinstance(x, int) and x >= 0,
         "an integer from 0 on is needed",
     ),
-    (("mtp_weight",), lambda x: 0 < x < math.inf, "a number above 0 is needed, such as 0.3"),
+    (
+        ("mtp_weight",),
+        lambda x: _is_number(x) and 0 < x < math.inf,
+        "a number above 0 is needed, such as 0.3",
+    ),
 )
 """The fields that hold numbers, with the condition of each, and the words of its error."""
 

@@ -26,7 +26,7 @@ class Training:
         update_bytes: bytes of temporaries that the optimizer holds in an update of a rank's shards of some buckets.
         whole: the name of an optimizer that works on whole parameters, whose states ranks cannot share; else "".
         whole_groups: the groups of such optimizers, whose parameters are updated one by one.
-        matrix_groups: the groups among these in which each matrix [..., rows, columns] is updated by itself.
+        matrix_groups: the groups among these that update each matrix [..., rows, columns] by itself.
         averages: buffers that forward updates from the batch and reads for nothing else, so that the buffers of replica
             0 count; None if the job has not chosen that replicas may differ.
         params: the dtype of parameters in the update; "" for their dtype in forward and backward.

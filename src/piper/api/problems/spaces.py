@@ -27,7 +27,7 @@ MOST_TP = 8
 MOST_CP = 8
 """The most devices along cp."""
 MOST_EP = 64
-"""The most devices along ep: those of DeepSeek-V3's training (arXiv 2412.19437)."""
+"""The most devices along ep: DeepSeek-V3 was trained with as many (arXiv 2412.19437)."""
 MOST_STAGES = 16
 """The most devices along pp, as in published runs of models up to 405B (Llama 3, arXiv 2407.21783, table 4)."""
 MOST_ROWS = 8
@@ -396,11 +396,10 @@ def space(job: Job, cluster: str | Cluster, **fixed: Any) -> StrategySpace:
         "cp": _powers(devices, min(MOST_CP, max(1, tokens // LEAST_TOKENS))),
         "pp": tuple(n for n in _divisors(devices, MOST_STAGES) if n <= max(layers, 1)),
     }
+    sizes |= {axis: (fixed[axis],) for axis in AXES if axis in fixed}
     scale = Scale.of(traced, tokens, target)
-    sizes["ep"] = _expert_sizes(gcd(devices, experts), devices, max(sizes["pp"]), scale)
-    for axis in AXES:
-        if axis in fixed:
-            sizes[axis] = (fixed[axis],)
+    if "ep" not in fixed:
+        sizes["ep"] = _expert_sizes(gcd(devices, experts), devices, max(sizes["pp"]), scale)
     rows = (fixed["rows"],) if "rows" in fixed else _divisors(job.global_batch, MOST_ROWS)
     rest = {name: value for name, value in fixed.items() if name not in (*AXES, "rows")}
     tiles = bool(tokens) and traced.has_cross_entropy

@@ -119,7 +119,7 @@ class OptimizerSpec:
 
     @property
     def matrix_groups(self) -> frozenset[int]:
-        """Return the groups of `whole_groups` in which each matrix of a parameter is updated by itself."""
+        """Return the groups of `whole_groups` that update each matrix of a parameter by itself."""
         return frozenset(index for index, g in enumerate(self.groups) if g.matrices)
 
     @property
