@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from piper.api.problems.fixed_trial import FixedTrial
 from piper_compiler import Strategy, load_strategy
 from piper_ir.ground.errors import JobError, PiperError, PiperWarning
-from piper_ir.tools import user_code
+from piper_ir.tools import unread, user_code
 
 if TYPE_CHECKING:
     from piper_runtime import Job
@@ -182,11 +182,10 @@ def _steps(path: Path, module: ModuleType) -> int:
 
 def _run(path: Path) -> ModuleType:
     try:
-        what = "" if path.is_file() else "a folder" if path.is_dir() else "no such file"
-    except (OSError, ValueError) as e:  # a name that no file can have
-        what = getattr(e, "strerror", None) or str(e)
-    if what:
-        raise JobError(f"{path}: {what}; give a Python file that defines `job` and `strategy`")
+        path.read_bytes()
+    except (OSError, ValueError) as e:
+        advice = "give a Python file that defines `job` and `strategy`"
+        raise JobError(unread("the file", path, e, advice)) from None
     name = f"piper_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -221,7 +220,7 @@ def _run(path: Path) -> ModuleType:
 def _line(error: BaseException, path: Path) -> str:
     """Return where in the user's file an error happened."""
     if isinstance(error, SyntaxError):
-        return f" (line {error.lineno})"
+        return f" (line {error.lineno})" if error.lineno else ""
     frames = [
         f
         for f in traceback.extract_tb(error.__traceback__)
