@@ -14,6 +14,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from piper_ir.ground.errors import ClusterError
+from piper_ir.tools import unread
 from piper_simulator.cluster.checks import (
     FRACTION,
     NOT_NEGATIVE,
@@ -208,7 +210,9 @@ def read_software(path: Path, bases: Mapping[str, Stack]) -> Stack:
     where = KeyPath(str(path))
     try:
         written = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
+        raise ClusterError(unread("the stack", path, error, "give a TOML file")) from None
+    except tomllib.TOMLDecodeError as error:
         raise where.error(f"not a stack's TOML file: {error}") from None
     return read_stack(path.stem, _FILE(written, where), ATTENTION_KERNELS, where, bases)
 
