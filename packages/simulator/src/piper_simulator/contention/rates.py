@@ -199,8 +199,9 @@ class SharedPool:
     def leave(self, role: int, holder: LinkHolder | None) -> None:
         """End the compute of a role, and give back the links that a holder held."""
         self._computing[role] = None
-        for link in self._held.pop(holder, ()) if holder is not None else ():
-            link.held.pop(holder, None)
+        if holder is not None:
+            for link in self._held.pop(holder, ()):
+                link.held.pop(holder, None)
 
     def hold(self, holder: LinkHolder, flows: Iterable[Flow]) -> None:
         """Hold the links of messages inside of an instruction, one of which runs at a time."""
