@@ -65,7 +65,8 @@ def judged(name: str, case: Case, of: Planned, study: Study) -> Iterator[Row]:
     best = study.best_row
     assert best is not None and best.period_s is not None
     scored = [entry for entry in entries if entry.rule == SCORED]
-    note = f"{len(entries):,} others, {len(scored):,} scored that fit, the rest bounded"
+    others = sum(entry.number for entry in entries)
+    note = f"{others:,} others, {len(scored):,} scored that fit, the rest bounded"
     gap = best.period_s / least(entries) - 1
     yield Row("plan", f"{name}: best above that of others", gap, "", goal=GAP_GOAL, note=note)
     answered = {cell(row.params) for row in study.rows if row.kind != "skipped"}
@@ -151,10 +152,9 @@ def regrets(case: Case, seeds: int, trials: int) -> Iterator[Row]:
         bad += (best.device_bytes or 0) > (of.problem.memory_limit or 0)
         ends.append(best.period_s / best_s - 1)
     wrong = sum(end < -KNOWN for end in ends)
+    every = sum(entry.number for entry in entries)
     scored = sum(entry.rule == SCORED for entry in entries)
-    note = (
-        f"{seeds} seeds, {trials} trials in {len(entries):,} strategies, {scored:,} scored that fit"
-    )
+    note = f"{seeds} seeds, {trials} trials in {every:,} strategies, {scored:,} scored that fit"
     yield extremes_row("regret", f"{case.name}: median", ends, "", MEDIAN_GOAL, note)
     tail = sorted(ends)[ceil(0.95 * seeds) - 1]
     yield Row("regret", f"{case.name}: 95th percentile", tail, "", goal=TAIL_GOAL, note=note)
