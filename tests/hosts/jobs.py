@@ -49,10 +49,12 @@ def await_files(*paths: Path, seconds: float = 240) -> None:
         time.sleep(0.05)
 
 
-def assert_trained(path: Path, folder: Path, *, ranks: int = 2, first: int = 0) -> None:
+def assert_trained(
+    path: Path, folder: Path, *, ranks: int = 2, first: int = 0, steps: int = STEPS
+) -> None:
     """Compare the results of a run of a recipe with plain PyTorch on one device, to 1e-9, from its first step on."""
     job = load_file(path, {}).job
-    expected = parity.reference(job, replicas=ranks // 2, microbatches=2, steps=STEPS)
+    expected = parity.reference(job, replicas=ranks // 2, microbatches=2, steps=steps)
     losses = json.loads((folder / "measured.json").read_text())["losses"]
     assert losses == pytest.approx(expected.losses[first:], rel=1e-9)
     found: dict[str, Tensor] = torch.load(folder / "weights.pt", weights_only=True)

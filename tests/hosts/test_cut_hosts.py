@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -162,68 +161,3 @@ def test_torchrun_says_one_error_once(tmp_path: Path) -> None:
         1,
     ], said
     assert "SIGABRT" not in said[0] + said[1]
-
-
-ON_RAY = """
-import json, sys
-sys.path[:0] = {path!r}
-sys.path.insert(0, {folder!r})
-import piper, recipe
-strategy = piper.Strategy(piper.Mesh(dp=4), piper.recipes.data_parallel())
-found = piper.execute(
-    piper.compile(recipe.job, strategy), steps=30, launcher="ray", cluster={address!r}, restarts=4, on_loss="replan",
-    checkpoint=piper.Checkpoints({saved!r}, every=2), timeout_s=20,
-)
-ranks = sorted(found.rank_states)
-print("DONE", json.dumps([len(found.restarts), len(ranks), len(found.losses)]), flush=True)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.skipif(bool(NO_HOSTS), reason=NO_HOSTS)
-def test_a_machine_of_ray_that_is_cut_off_costs_one_restart(
-    cut_hosts: Hosts, tmp_path: Path
-) -> None:
-    """The CPUs that are left say at once with how many ranks the run goes on: no guess fails and is a restart of its
-    own."""
-    address = f"{ADDRESSES['a']}:6388"
-    ray = [
-        sys.executable,
-        "-c",
-        "from ray.scripts.scripts import main; main()",
-        "start",
-        "--num-cpus",
-        "2",
-        "--block",
-    ]
-    # A folder of its own, since Ray records in it which cluster the next program of this machine joins.
-    quiet = {
-        "RAY_AUTH_MODE": "token",
-        "OMP_NUM_THREADS": "1",
-        "RAY_TMPDIR": mkdtemp(prefix="r", dir="/tmp"),
-    }
-    where = ["--node-ip-address", ADDRESSES["a"], "--port", "6388", "--include-dashboard", "false"]
-    cut_hosts.start("a", [*ray, "--head", *where], quiet)
-    with_room = [
-        sys.executable,
-        "-c",
-        f"import ray; ray.init('{address}'); print(ray.cluster_resources()['CPU'])",
-    ]
-    time.sleep(5)
-    cut_hosts.start("b", [*ray, "--address", address, "--node-ip-address", ADDRESSES["b"]], quiet)
-    end = time.monotonic() + 120
-    while (
-        "4.0"
-        not in cut_hosts.start("a", with_room, quiet, stderr=subprocess.DEVNULL).communicate(
-            timeout=60
-        )[0]
-    ):
-        assert time.monotonic() < end
-    recipe(tmp_path, "time.sleep(0.3)", slow_from=4)
-    folder, saved = str(tmp_path), str(tmp_path / "saved")
-    script = ON_RAY.format(path=sys.path, folder=folder, address=address, saved=saved)
-    driver = cut_hosts.start("a", [sys.executable, "-c", script], quiet | {"RANK": "0"})
-    await_files(tmp_path / "at-0")
-    cut_hosts.cut("b")
-    said = driver.communicate(timeout=280)[0]
-    assert "DONE [1, 2, " in said, said

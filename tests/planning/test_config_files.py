@@ -236,7 +236,7 @@ def test_a_file_that_is_none_is_one_message(fields: Any, says: str, tmp_path: Pa
     with pytest.raises(JobError) as error:
         describe(written(tmp_path, fields))
     assert says in str(error.value)
-    with pytest.raises(JobError, match="No such file"):
+    with pytest.raises(JobError, match="no such file"):
         describe(tmp_path / "other.json")
 
 

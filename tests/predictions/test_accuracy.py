@@ -153,6 +153,14 @@ def test_own_bytes_stay_the_plans(tiny: PublishedRow) -> None:
     assert min(a - b for a, b in zip(held.held_bytes, held.peak_bytes, strict=True)) > 0
 
 
+def test_an_activation_alone_is_made_again(tiny: PublishedRow) -> None:
+    """Transformer Engine saves queries, keys and values behind their exchange, and the result on both sides of it."""
+    _, plan = plan_of(replace(tiny, tp=1, cp=2, seq_parallel=False))
+    layer = plan.variants[0].steps
+    assert [kernel.op for kernel in layer["R"].cost.kernels] == ["silu"]
+    assert layer["F"].collectives and not layer["R"].collectives
+
+
 def test_a_fit_finds_constants_that_it_was_not_told() -> None:
     """Steps of a stack with other constants are made, and the fit starts from the priors."""
     start = SOFTWARE["blackwell-megatron"]

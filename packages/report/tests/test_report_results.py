@@ -97,11 +97,11 @@ def test_wrong_content_is_named_with_its_place(
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "measured.json").write_bytes(b"{\xff")
-    with pytest.raises(FormatError, match=r"measured.json: not UTF-8 text at byte 1"):
+    with pytest.raises(FormatError, match=r"measured.json: it is not UTF-8 text at byte 1"):
         load(tmp_path)
     (tmp_path / "measured.json").unlink()
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0, "loss": 1, "step_s": 1}\n{\xff')
-    with pytest.raises(FormatError, match=r"metrics.jsonl, line 2: not UTF-8 text at byte 1"):
+    with pytest.raises(FormatError, match=r"metrics.jsonl, line 2: it is not UTF-8 text at byte 1"):
         load(tmp_path)
 
 

@@ -111,7 +111,7 @@ def test_wrong_steps_and_ranks_are_refused(path: Path, tmp_path: Path) -> None:
         breakdown(events, 9)
     with pytest.raises(FormatError, match="both of rank 0"):
         read_ranks([path, path])
-    with pytest.raises(FormatError, match="No such file"):
+    with pytest.raises(FormatError, match="no such file"):
         read_events(tmp_path / "absent.json")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from piper.cli import foreign_options as foreign
 from piper.cli import options as flags
+from piper.cli import variant_options as tried
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,7 @@ class SimulateArguments:
     strategy: flags.StrategyFileOption = None
     versus: flags.VersusOption = None
     why: flags.WhyOption = False
-    kernels: flags.KernelsOption = "eager"
+    kernels: flags.KernelsOption = None
     cuda_graph: flags.CudaGraphOption = False
     cluster: flags.ClusterNameOption = "cpu-local"
     costs: flags.CostsFileOption = None
@@ -50,7 +51,9 @@ class TuneArguments:
     out: flags.OutOption = flags.RUNS
     objective: flags.ObjectiveOption = None
     load: flags.LoadOption = None
-    kernels: flags.KernelsOption = "eager"
+    kernels: tried.KernelsTriedOption = None
+    precision: tried.PrecisionTriedOption = None
+    cuda_graph: tried.GraphsTriedOption = None
     as_json: flags.AsJsonOption = False
 
 
@@ -81,6 +84,9 @@ class PlanArguments(ForeignJobArguments):
     checkpoint_rate: flags.CheckpointRateOption = 1.0
     restart_s: flags.RestartOption = 300.0
     trials: flags.TrialsOption = 40
+    kernels: tried.KernelsTriedOption = None
+    precision: tried.PrecisionTriedOption = None
+    cuda_graph: tried.GraphsTriedOption = None
     rehearse: flags.RehearseOption = False
     seed: flags.SeedOption = 0
     workers: flags.ProcessesOption = 1
@@ -124,7 +130,7 @@ class ProfileArguments:
     rows: flags.RowsOption = None
     keep: flags.KeepOption = None
     repeats: flags.RepeatsOption = 7
-    kernels: flags.KernelsOption = "eager"
+    kernels: flags.KernelsOption = None
     out: flags.CostsOutOption = Path("costs.json")
     as_json: flags.AsJsonOption = False
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
 from typing import Annotated
@@ -231,7 +231,7 @@ def explain(
     file: FileArgument,
     params: ParamsOption = None,
     strategy: StrategyFileOption = None,
-    kernels: KernelsOption = "eager",
+    kernels: KernelsOption = None,
     cuda_graph: CudaGraphOption = False,
     as_json: AsJsonOption = False,
 ) -> None:
@@ -244,10 +244,9 @@ def explain(
         from piper.cli.loading import load_file
         from piper.views.explained.explain import explain as text
         from piper.views.explained.explain import facts
-        from piper_compiler import Options, kernel_source
 
         recipe = load_file(file, pairs(params), strategy)
-        options = Options(kernels=kernel_source(kernels), cuda_graph=cuda_graph)
+        options = recipe.asked_options(kernels, cuda_graph)
         compiled = compile(recipe.job, recipe.strategy, options=options)
         print(json.dumps(facts(compiled)) if as_json else text(compiled))
 
@@ -290,7 +289,7 @@ def show(arguments: ShowArguments) -> None:
         )
     job_file = load_file(a.file, pairs(a.params), a.strategy)
     costs = load_costs(a.costs) if a.costs else None
-    compiled = compile(job_file.job, job_file.strategy, costs=costs)
+    compiled = compile(job_file.job, job_file.strategy, costs=costs, options=job_file.options)
     show_strategy(compiled, what, cluster=a.cluster or "cpu-local", costs=costs)
 
 
@@ -315,7 +314,7 @@ def verify(
     params: ParamsOption = None,
     strategy: StrategyFileOption = None,
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps to compare")] = 3,
-    kernels: KernelsOption = "eager",
+    kernels: KernelsOption = None,
     as_json: AsJsonOption = False,
 ) -> None:
     """Run a strategy in float64 in this process against plain PyTorch on one device; name the first value that differs.
@@ -325,14 +324,15 @@ def verify(
     with user_errors(locals()):
         from piper.api.reference.verification import verify_strategy
         from piper.cli.loading import load_file
-        from piper_compiler import Options, kernel_source
 
         recipe = load_file(file, pairs(params), strategy)
         report = verify_strategy(
             recipe.job,
             recipe.strategy,
             steps=steps,
-            options=Options(kernels=kernel_source(kernels)),
+            options=replace(
+                recipe.asked_options(kernels), cuda_graph=False
+            ),  # no host launches here
         )
         numbers = {
             "equal": report.equal,

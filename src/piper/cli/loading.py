@@ -11,15 +11,15 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from piper.api.problems.fixed_trial import FixedTrial
-from piper_compiler import Strategy, load_strategy
+from piper_compiler import Options, Strategy, kernel_source, load_strategy
 from piper_ir.ground.errors import JobError, PiperError, PiperWarning
-from piper_ir.tools import user_code
+from piper_ir.tools import unread, user_code
 
 if TYPE_CHECKING:
     from piper_runtime import Job
@@ -35,6 +35,8 @@ class JobFile:
         steps: The default number of steps; 3 without one in the file.
         function: The file's strategy if it is a function of a trial, else None.
         params: The answers to the function's suggestions, given or by default.
+        options: How its plans are compiled: the file's `options`, or as the strategy's variant says.
+        own_job: The file's job where the strategy's variant has another precision; None where it has not.
     """
 
     path: Path
@@ -43,6 +45,26 @@ class JobFile:
     steps: int
     function: Callable[[Any], Any] | None = None
     params: Mapping[str, str] = field(default_factory=dict)
+    options: Options = field(default_factory=Options)
+    own_job: Job | None = None
+
+    def asked_options(self, kernels: str | None, cuda_graph: bool = False) -> Options:
+        """Return the options of a command, where its own come before the file's."""
+        return replace(
+            self.options,
+            kernels=self.options.kernels if kernels is None else kernel_source(kernels),
+            cuda_graph=cuda_graph or self.options.cuda_graph,
+        )
+
+    def with_strategy(self, strategy: Strategy) -> JobFile:
+        """Return the file with another strategy, whose params may say the precision of the job and the options."""
+        from piper.api.problems.variants import PlanVariant, said_by
+
+        if not said_by(strategy.params):
+            return replace(self, strategy=strategy)
+        variant, own = PlanVariant.of(strategy.params), self.own_job or self.job
+        job, options = variant.job(own), variant.options
+        return replace(self, strategy=strategy, job=job, options=options, own_job=own)
 
     def varied(
         self, params: Mapping[str, str], *, any_value: bool = False, flag: str = "-p"
@@ -98,8 +120,8 @@ def load_space(path: str | Path) -> SearchFile:
     )
 
 
-def load_job(path: str | Path) -> tuple[Job, Strategy | None]:
-    """Run FILE.py and take its `job`, and the strategy that it would run with, if it says one.
+def load_job(path: str | Path) -> tuple[Job, Strategy | None, Options]:
+    """Run FILE.py and take its `job`, the strategy that it would run with, if it says one, and its options.
 
     Raises JobError for a missing or broken file, or one without a job.
     """
@@ -110,10 +132,10 @@ def load_job(path: str | Path) -> tuple[Job, Strategy | None]:
     if function is not None and not params:
         text = f"{path}: strategy(trial) has no `params`, so that there is no row of its own"
         warnings.warn(text, PiperWarning, stacklevel=2)
-        return job, None
+        return job, None, _options(module)
     if function is not None:
-        return job, _answered(path, function, FixedTrial(params), ())
-    return job, None if strategy is None else _checked(path, strategy)
+        return job, _answered(path, function, FixedTrial(params), ()), _options(module)
+    return job, None if strategy is None else _checked(path, strategy), _options(module)
 
 
 def load_file(
@@ -139,19 +161,15 @@ def load_file(
     if strategy is not None:
         chosen = load_strategy(strategy)
         texts |= {name: str(value) for name, value in chosen.params.items()}
-        return JobFile(
-            path,
-            _job(path, module, FixedTrial(texts)),
-            chosen,
-            _steps(path, module),
-            function,
-            texts,
-        )
+        own = _job(path, module, FixedTrial(texts))
+        file = JobFile(path, own, chosen, _steps(path, module), function, texts, _options(module))
+        return file.with_strategy(chosen)
     texts |= params or {}
     trial = FixedTrial(texts)
     job = _job(path, module, trial)
     chosen = _strategy(path, module, function, trial, params or {})
-    return JobFile(path, job, chosen, _steps(path, module), function, texts)
+    file = JobFile(path, job, chosen, _steps(path, module), function, texts, _options(module))
+    return file.with_strategy(chosen)
 
 
 def load_recipes(path: str | Path) -> None:
@@ -182,11 +200,10 @@ def _steps(path: Path, module: ModuleType) -> int:
 
 def _run(path: Path) -> ModuleType:
     try:
-        what = "" if path.is_file() else "a folder" if path.is_dir() else "no such file"
-    except (OSError, ValueError) as e:  # a name that no file can have
-        what = getattr(e, "strerror", None) or str(e)
-    if what:
-        raise JobError(f"{path}: {what}; give a Python file that defines `job` and `strategy`")
+        path.read_bytes()
+    except (OSError, ValueError) as e:
+        advice = "give a Python file that defines `job` and `strategy`"
+        raise JobError(unread("the file", path, e, advice)) from None
     name = f"piper_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -221,13 +238,19 @@ def _run(path: Path) -> ModuleType:
 def _line(error: BaseException, path: Path) -> str:
     """Return where in the user's file an error happened."""
     if isinstance(error, SyntaxError):
-        return f" (line {error.lineno})"
+        return f" (line {error.lineno})" if error.lineno else ""
     frames = [
         f
         for f in traceback.extract_tb(error.__traceback__)
         if Path(f.filename).resolve() == path.resolve()
     ]
     return f" (line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
+
+
+def _options(module: ModuleType) -> Options:
+    """Return the file's `options` for the compiler; the usual ones if that name is anything else of the user's."""
+    options = getattr(module, "options", None)
+    return options if isinstance(options, Options) else Options()
 
 
 def _function(module: ModuleType) -> Callable[[Any], Any] | None:

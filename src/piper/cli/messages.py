@@ -37,7 +37,9 @@ There, a message about a "cluster" is about Ray's, which is `--address`.
 """
 PARAMETERS = {"cluster": "address"}
 """The arguments whose option has another name."""
-_CALL = re.compile(rf"\b(?:execute|profile|tune|Options)\(({'|'.join(ARGUMENTS)})=(.*?)\)(?=:)")
+_CALL = re.compile(
+    rf"\b(?:execute|profile|tune|Options|space)\(({'|'.join(ARGUMENTS)}|precision)=(.*?)\)(?=:)"
+)
 _SETTINGS = "|".join(name for name in ARGUMENTS if name not in ("steps", "rows"))
 _SETTING = re.compile(rf"""\b({_SETTINGS})=(["']?)(\w[\w:.]*)\2""")
 _NAME = re.compile(

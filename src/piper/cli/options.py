@@ -69,11 +69,11 @@ VersionOption = Annotated[
     ),
 ]
 KernelsOption = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--kernels",
         metavar="eager|inductor",
-        help="inductor compiles groups of operations; the plan has their memory and kernels",
+        help="inductor compiles groups of operations (default: of FILE.py's `options`, else eager)",
     ),
 ]
 CudaGraphOption = Annotated[

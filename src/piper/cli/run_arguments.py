@@ -40,7 +40,7 @@ class LaunchArguments:
     params: flags.ParamsOption = None
     strategy: flags.StrategyFileOption = None
     steps: flags.StepsOption = None
-    kernels: flags.KernelsOption = "eager"
+    kernels: flags.KernelsOption = None
     cuda_graph: flags.CudaGraphOption = False
     costs: flags.CostsFileOption = None
     out: flags.OutOption = flags.RUNS

@@ -18,6 +18,7 @@ from piper.models.config_rows import OTHERS, ROWS
 from piper.models.decoder import DecoderConfig
 from piper.models.decoder_config import Experts, Latent
 from piper_ir.ground.errors import JobError
+from piper_ir.tools import unread
 
 CONFIG = "config.json"
 """The file of a published model's folder that has its sizes."""
@@ -122,10 +123,9 @@ def read_fields(file: Path) -> dict[str, Any]:
     """Return the fields of a config.json; raise JobError, with the file's name, if it is none."""
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise JobError(
-            f"{file}: {e.strerror}; give a config.json, its folder, or a preset such as llama3-8b"
-        ) from None
+    except (OSError, UnicodeDecodeError) as e:
+        advice = "give a config.json, its folder, or a preset such as llama3-8b"
+        raise JobError(unread("the model", file, e, advice)) from None
     except ValueError as e:
         raise JobError(f"{file} is no JSON: {e}") from None
     if not isinstance(fields, dict):

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from piper.api.captures.capturing import captured_once
 from piper.api.compiling.compiling import Compiled, compile
 from piper.api.problems.spaces import StrategySpace, space
-from piper.api.problems.tuning_problem import Conditions, problem_of
+from piper.api.problems.tuning_problem import Conditions
+from piper.api.problems.variant_search import variant_search
+from piper.api.problems.variants import PlanVariant, VariantChoices, said_by
 from piper.planning.goodput import Failures, goodput, saved_bytes
 from piper.views.strategy_facts import facts_of
 from piper_autotune import NothingFoundError, SearchProgress, Study, tune
@@ -130,7 +132,9 @@ def answer(
     cluster: Cluster,
     budget: TrainingBudget,
     own: Strategy | None = None,
+    options: Options | None = None,
     *,
+    tried: Mapping[str, Any] | None = None,
     trials: int,
     seed: int = 0,
     workers: int = 1,
@@ -138,17 +142,20 @@ def answer(
 ) -> Answer:
     """Search the strategies of a job, and return the best that differ in structure, each simulated with contention.
 
-    If products of the own strategy are in pieces, the others' are, too.
+    If products of the own strategy are in pieces, the others' are, too. `options` belong to the own strategy, and
+    `tried` are the kernels, precisions and CUDA graphs of the others, as in `piper.space`.
     """
     pieces = (
         max((d.pieces for d in own.directives if isinstance(d, shard)), default=1) if own else 1
     )
-    failure, searched = "", space(job, cluster, **({"pieces": pieces} if pieces > 1 else {}))
-    predict = _Predictor(job, cluster, budget)
+    more_pieces: dict[str, Any] = {"pieces": pieces} if pieces > 1 else {}
+    failure, searched = "", space(job, cluster, **(tried or {}), **more_pieces)
+    predict = _Predictor(job, cluster, budget, searched.variants, options or Options())
     mine = None if own is None else predict.own(own)
     try:
         limit = max(kind.device.memory_bytes for kind in cluster.kinds)
-        problem, more = problem_of(job, Conditions(cluster, memory_limit=limit))
+        conditions = Conditions(cluster, memory_limit=limit)
+        problem, more = variant_search(job, searched.variants, conditions)
         study = tune(
             problem,
             searched,
@@ -211,8 +218,16 @@ def structures(study: Study, most: int = SHOWN) -> Iterator[Row]:
 class _Predictor:
     """Predict strategies of one job, and keep the warnings, the plans and their simulations."""
 
-    def __init__(self, job: Job, cluster: Cluster, budget: TrainingBudget) -> None:
+    def __init__(
+        self,
+        job: Job,
+        cluster: Cluster,
+        budget: TrainingBudget,
+        variants: VariantChoices,
+        options: Options,
+    ) -> None:
         self._job, self._cluster, self._budget = job, cluster, budget
+        self._variants, self._options = variants, options
         self.warnings: dict[str, list[Strategy]] = {}
         self.made: dict[int, tuple[Compiled, Simulation]] = {}
 
@@ -225,7 +240,10 @@ class _Predictor:
             return None
 
     def __call__(self, strategy: Strategy, *, own: bool = False) -> PlannedStrategy:
-        compiled = compile(self._job, strategy, options=Options(device=device_type(self._cluster)))
+        variant = PlanVariant.of(strategy.params)
+        plain = own and not said_by(strategy.params)
+        job, how = variant.job(self._job), self._options if plain else variant.options
+        compiled = compile(job, strategy, options=replace(how, device=device_type(self._cluster)))
         simulation = simulate(compiled.plan, self._cluster)
         self.made[id(strategy)] = compiled, simulation
         for note in simulation.notes:
@@ -241,7 +259,7 @@ class _Predictor:
         return PlannedStrategy(
             strategy,
             facts.mesh,
-            facts.schedule + _rows_text(facts.rows),
+            facts.schedule + _rows_text(facts.rows) + ("" if own else variant.text(self._variants)),
             simulation.period_s,
             simulation.period_s * LOW,
             simulation.period_s * high,

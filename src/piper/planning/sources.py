@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from piper.models.from_config import CONFIG, Described, describe
 from piper.models.library import has_library, library_job, library_length
 from piper.models.presets import PRESETS
 from piper.planning.foreign import foreign_job
+from piper_compiler import Options
 from piper_interop import SYSTEMS, Asked, job_lines
 from piper_ir.ground.errors import JobError
 
@@ -64,6 +65,7 @@ class PlanSource:
         lines: Python that makes `job` in a file for people.
         strategy: the file's own strategy, if it has one.
         config: the sizes of the model; None for one of a FILE.py.
+        options: how the file's own strategy is compiled.
     """
 
     name: str
@@ -73,6 +75,7 @@ class PlanSource:
     notes: tuple[str, ...] = ()
     strategy: Strategy | None = None
     config: models.DecoderConfig | None = None
+    options: Options = field(default_factory=Options)
 
 
 def count(text: str, flag: str) -> int:
@@ -194,13 +197,11 @@ def of_file(path: Path, job: Job, strategy: Strategy | None, wanted: StepSize) -
             f"{path} defines the job, with its rows and tokens; leave --length, --tokens-per-step and --global-batch "
             f"out"
         )
-    home = path.resolve()
+    # As a command runs it: a capture imports the module of a model's functions by its name.
     lines = (
-        "import runpy",
-        "import sys",
+        "from piper.cli.loading import load_job",
         "",
-        f"sys.path.insert(0, {str(home.parent)!r})",
-        f"job = runpy.run_path({str(home)!r})['job']",
+        f"job = load_job({str(path.resolve())!r})[0]",
     )
     return PlanSource(path.stem, job, job_facts(job), lines, strategy=strategy)
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from piper.api.ground.results import save_plan, writing
 from piper.api.problems.job_space import KnownChoices
 from piper.api.problems.spaces import StrategySpace
+from piper.api.problems.variants import PlanVariant, precision_text
 from piper.planning.answers import Answer
 from piper.planning.sources import PlanSource
-from piper_compiler import Strategy, save_strategy
+from piper_compiler import Options, Strategy, save_strategy
 from piper_ir.tools import write_whole
 
 PLANNED = "planned.py"
@@ -32,17 +33,27 @@ def write(folder: Path, source: PlanSource, answer: Answer, cluster: str) -> Pat
 def text(source: PlanSource, strategy: Strategy, space: StrategySpace, cluster: str) -> str:
     """Return the FILE.py: the job, and the strategy as directives."""
     mesh, calls = space.chosen(KnownChoices(strategy.params))
+    variant = PlanVariant.of(strategy.params)
+    dtypes = variant.dtypes(source.job.precision)
+    changed = dtypes != source.job.precision
+    job = [f"job = dataclasses.replace(job, precision={precision_text(dtypes)})"] if changed else []
+    words = {n: v for n, v in vars(variant.options).items() if v != getattr(Options(), n)}
+    said = ", ".join(f"{name}={value!r}" for name, value in words.items())
     sizes = ", ".join(f"{axis}={mesh.size(axis)}" for axis in reversed(mesh.axes))
     head = (
-        f'"""{source.name} on {cluster}, planned by `piper plan`: {source.facts}.',
+        f'"""{source.name} on {cluster}, planned by `piper plan`: {source.facts}'
+        f"{variant.text(space.variants)}.",
         "",
         f"piper simulate {PLANNED} --cluster '{cluster}'; piper verify, run and explain take it, too.",
         '"""',
         "",
+        *(["import dataclasses", ""] if job else []),
         "import piper",
         "from piper import ANY, recipes, where",
         "",
         *source.lines,
+        *job,
+        *([f"options = piper.Options({said})"] if said else []),
         "strategy = piper.Strategy(",
         f"    piper.Mesh({sizes}),",
         "    (",

@@ -58,10 +58,6 @@ VOCAB = 32_000
 """The tokens of a row that leaves its vocab open: that of sentencepiece models, as open Megatron forks train with."""
 PADDED = 128
 """The number of which, times tp, Megatron makes a vocabulary a multiple."""
-SAVED = {"mm", "rms_norm", "attention", "mul", "add", "cat", "_to_copy", "silu"}
-"""The operators of a gated block whose results autograd may save."""
-RING = {"context_take", "context_merge"}
-"""The operators of attention in a ring, likewise."""
 WHOLE_MB = 2**20
 """The MiB of a bucket that holds all gradients of a role, for software that reduces them after the backward."""
 NVLINK_DOMAIN = {"gb200-186g": 72}
@@ -400,8 +396,7 @@ def _recomputation(
     if published.recompute == "none":
         if stack is None or not config.gated or config.activation not in stack.remakes:
             return ()
-        saved = SAVED | (RING if published.cp > 1 and _exchange(published) == "ring" else set())
-        return (recompute(where(layer=ANY), keep=tuple(saved - set(stack.remakes))),)
+        return (recompute(where(layer=ANY), keep="inputs", modules="*.activation"),)
     if published.recompute == "full":
         return (recompute(where(layer=ANY), keep="inputs"),)
     if config.attention == "math":

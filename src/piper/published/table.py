@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from piper_ir.ground.errors import JobError
+from piper_ir.tools import unread
 
 Arch = Literal["gpt", "llama"]
 ScheduleWord = Literal["none", "1f1b", "interleaved", "zb1p", "zb2p"]
@@ -160,7 +161,8 @@ def read_rows(path: Path, only: str = "*") -> list[PublishedRow]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise JobError(f"cannot read the table {path}: {error}") from None
+        advice = "docs/accuracy.md says how a table of published runs is written"
+        raise JobError(unread("the table", path, error, advice)) from None
     numbered = [(n, x) for n, x in enumerate(lines, 1) if x.strip() and not x.startswith("#")]
     reader = csv.DictReader([x for _, x in numbered])
     missing = [name for name in _NEEDED if name not in (reader.fieldnames or ())]

@@ -16,7 +16,7 @@ from piper_ir.ground.codec import decode, read_document, tagged
 from piper_ir.ground.errors import CompileError, DirectiveError, FormatError, OutputError
 from piper_ir.ground.mesh import AXES, Mesh
 from piper_ir.ground.select import Where
-from piper_ir.tools import write_whole
+from piper_ir.tools import unread, write_whole
 
 STRATEGY_VERSION = 1
 
@@ -207,7 +207,11 @@ def save_strategy(strategy: Strategy, path: str | Path) -> None:
 def load_strategy(path: str | Path) -> Strategy:
     """Read a strategy from JSON; raise FormatError, which names the file and the place of the error."""
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise FormatError(f"cannot read the strategy {path}: {e}") from None
+        raise FormatError(
+            unread(
+                "the strategy", path, e, "give a JSON file, such as the best.json of `piper tune`"
+            )
+        ) from None
     return Strategy.loads(text, str(path))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from piper_ir.ground.errors import FormatError
+from piper_ir.tools import unread
 from piper_traces.events import DeviceEvent, HostEvent, RankEvents, SentMessage, kind_of
 
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -82,7 +83,8 @@ def _document(path: Path) -> Mapping[str, Any]:
         text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
         document = json.loads(text.decode(errors="replace"), strict=False)
     except OSError as error:
-        raise FormatError(f"{path}: {error.strerror or error}; give a trace's file") from error
+        advice = "give a file that torch.profiler's export_chrome_trace wrote"
+        raise FormatError(unread("the trace", path, error, advice)) from error
     except (EOFError, zlib.error) as error:
         raise FormatError(f"{path}: the file is cut off or damaged ({error})") from error
     except ValueError as error:

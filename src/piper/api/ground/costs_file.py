@@ -11,7 +11,7 @@ from typing import Any
 from piper_ir.ground.codec import dumps, encode, loads
 from piper_ir.ground.errors import FormatError, OutputError
 from piper_ir.program.costs import Costs
-from piper_ir.tools import check_writable, write_whole
+from piper_ir.tools import check_writable, unread, write_whole
 
 MADE = "`piper profile FILE.py --out costs.json` makes a costs file"
 
@@ -63,10 +63,9 @@ def load_costs(path: str | Path) -> Costs:
     """Read a costs file; raise FormatError when there is none, or when it is something else."""
     path = Path(path)
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        why = e.strerror if isinstance(e, OSError) else e
-        raise FormatError(f"cannot read the costs file {path}: {why}; {MADE}") from None
+        raise FormatError(unread("the costs file", path, e, MADE)) from None
     try:
         costs = loads(Costs, text, str(path))
     except FormatError as e:

@@ -72,6 +72,7 @@ def advice(
     *,
     plan: Plan | None = None,
     contention: bool = True,
+    options: Options | None = None,
 ) -> Advice:
     """Return the effects of other words of a strategy, and for a plan that does not fit, a way out.
 
@@ -82,18 +83,25 @@ def advice(
         costs: Measured durations.
         plan: The plan of the strategy, if it is compiled already.
         contention: As in `simulate`.
+        options: How the plan is compiled.
 
     Raises CaptureError, DirectiveError, CompileError or JobError if the strategy itself cannot be compiled.
     """
     chosen = chosen_cluster(cluster)
     assert chosen is not None, "a cluster was given"
+    how = options or Options()
     with captured_once():
         compiled_plan = (
             plan
-            or compile(job, strategy, costs=costs, options=Options(device=device_type(chosen))).plan
+            or compile(
+                job, strategy, costs=costs, options=replace(how, device=device_type(chosen))
+            ).plan
         )
         limit = max(kind.device.memory_bytes for kind in chosen.kinds)
-        problem, more = problem_of(job, Conditions(chosen, costs, limit))
+        conditions = Conditions(
+            chosen, costs, limit, kernels=how.kernels, cuda_graph=how.cuda_graph
+        )
+        problem, more = problem_of(job, conditions)
         small = sum(len(role.program) for role in compiled_plan.roles) <= MOST_INSTRUCTIONS
         scored = ScoredHere(problem, more["at_rows"], more["under"], engine=contention and small)
         before = scored.score(strategy)

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 from piper.api.captures.capturing import traced_job
 from piper.api.ground.clusters import chosen_cluster
 from piper.api.problems.scale import FULL, ROOM, SHORT, Scale
+from piper.api.problems.variants import VariantChoices, skipped
 from piper_compiler import Strategy, offload, recipes, recompute, tile_loss
 from piper_ir.ground.errors import TuneError
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.select import ANY, Where, where
+from piper_ir.program.ops import KernelSource
 from piper_simulator import Cluster
 
 if TYPE_CHECKING:
@@ -116,6 +118,7 @@ class StrategySpace:
         dropless: whether experts take every token; experts with a capacity need the tokens of whole rows.
         tiles: whether the loss may be computed in tiles.
         fixed: values of parameters that are not tried, by name.
+        variants: kernels, precisions and CUDA graphs that are tried; none if they are not asked for.
     """
 
     devices: int
@@ -128,11 +131,16 @@ class StrategySpace:
     dropless: bool = False
     tiles: bool = False
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    variants: VariantChoices = field(default_factory=VariantChoices)
 
     def __call__(self, trial: Any) -> Strategy:
-        """Return the strategy of a trial."""
+        """Return the strategy of a trial, whose params say its variant, too."""
+        variant = self.variants.chosen(trial)
         mesh, calls = self.chosen(trial)
-        return Strategy(mesh, [directive for call in calls for directive in call.directives])
+        directives = [directive for call in calls for directive in call.directives]
+        if text := skipped(variant, directives):
+            trial.skip(text)
+        return Strategy(mesh, directives)
 
     def chosen(self, trial: Any) -> tuple[Mesh, list[RecipeCall]]:
         """Return the mesh of a trial, and the recipes that make its strategy."""
@@ -374,7 +382,15 @@ class StrategySpace:
         return choices[0] if len(choices) == 1 else trial.suggest_categorical(name, choices)
 
 
-def space(job: Job, cluster: str | Cluster, **fixed: Any) -> StrategySpace:
+def space(
+    job: Job,
+    cluster: str | Cluster,
+    *,
+    kernels: KernelSource | Sequence[KernelSource] | None = None,
+    precision: str | Sequence[str] | None = None,
+    cuda_graph: bool | Sequence[bool] | None = None,
+    **fixed: Any,
+) -> StrategySpace:
     """Return the space of a job's strategies on a cluster, for `piper.tune`.
 
     It has the sizes of all axes that divide (tp inside of a node, cp for long rows, ep for mixtures, pp by layers), the
@@ -384,15 +400,25 @@ def space(job: Job, cluster: str | Cluster, **fixed: Any) -> StrategySpace:
     Args:
         job: The job, which is traced.
         cluster: Its name, or a Cluster; all of its devices are used.
+        kernels: "eager", "inductor" or both, as in `piper.Options`; a single value fixes it, here and below.
+        precision: "job" (its own), "float32", "bf16" or "fp16" over float32, "fp8" (bf16 with linear layers in float8,
+            by the job's recipe or "tensorwise") or "fp8:RECIPE".
+        cuda_graph: False, True or both. These three are asked for only if they are given: plans are eager, in the job's
+            precision and without CUDA graphs else.
         fixed: Choices that are not tried, by name, of `CHOICES`.
 
-    Raises TuneError for an unknown name, and JobError or CaptureError for a job that cannot be traced.
+    Raises TuneError for an unknown name, and for a variant that no plan can have, and JobError or CaptureError for a
+    job that cannot be traced.
     """
+    variants = VariantChoices.asked(kernels=kernels, precision=precision, cuda_graph=cuda_graph)
     target = chosen_cluster(cluster)
     if target is None:
         raise TuneError("space: a cluster is needed, by its name such as 'h100x8*16', or a Cluster")
     if unknown := [name for name in fixed if name not in CHOICES]:
-        raise TuneError(f"space({unknown[0]}=...): accepted are {', '.join(CHOICES)}")
+        names = ", ".join((*CHOICES, *vars(variants)))
+        raise TuneError(f"space({unknown[0]}=...): accepted are {names}")
+    if variants:
+        variants.check(job, target)
     traced = traced_job(job)
     layers = len({c.coords["layer"] for c in traced.outline.chunks if "layer" in c.coords})
     devices, tokens = target.devices, job.tokens_per_row or 0
@@ -410,8 +436,8 @@ def space(job: Job, cluster: str | Cluster, **fixed: Any) -> StrategySpace:
     rest = {name: value for name, value in fixed.items() if name not in (*AXES, "rows")}
     tiles = bool(tokens) and traced.has_cross_entropy
     return StrategySpace(
-        devices, job.global_batch, layers, sizes, rows, scale, experts, traced.dropless, tiles, rest
-    )
+        devices, job.global_batch, layers, sizes, rows, scale, experts, traced.dropless, tiles, rest, variants
+    )  # fmt: skip
 
 
 def _experts(traced: Traced) -> int:

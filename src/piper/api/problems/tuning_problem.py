@@ -11,6 +11,7 @@ from piper.api.captures.capturing import program_at, rewritten
 from piper.api.compiling.compiling import trained_job
 from piper_autotune import TuningProblem, Wanted
 from piper_ir.program.costs import Costs
+from piper_ir.program.ops import KernelSource
 from piper_ir.program.program import Program
 from piper_simulator import Cluster, CostModelFactory, DeviceModel
 
@@ -27,12 +28,15 @@ class Conditions:
         costs: Measured durations.
         memory_limit: Bytes per device; None for no limit.
         model: The cost model.
+        kernels: Of the plans, as in `piper.Options`, and so is `cuda_graph`.
     """
 
     cluster: Cluster | None
     costs: Costs | None = None
     memory_limit: int | None = None
     model: CostModelFactory = DeviceModel
+    kernels: KernelSource = "eager"
+    cuda_graph: bool = False
 
 
 def problem_of(
@@ -60,7 +64,13 @@ def problem_of(
         trained.training, state_bytes=sizes.state_bytes, update_bytes=sizes.update_bytes
     )
     known = captured.program, source.global_batch, training, cluster, costs, limit, one_role
-    problem = TuningProblem(*known, model=model, tokens_per_step=tokens)
+    problem = TuningProblem(
+        *known,
+        model=model,
+        tokens_per_step=tokens,
+        kernels=conditions.kernels,
+        cuda_graph=conditions.cuda_graph,
+    )
     modules: tuple[ModuleType, ...] = (
         import_module(type(spec).__module__),
     )  # by value: a worker that imported it would import torch
@@ -69,6 +79,9 @@ def problem_of(
         if wanted.alone:
             return rewritten(captured, wanted.request, wanted.rows).bind(wanted.rows)
         asked = rewritten(captured, wanted.request, 1 if wanted.rows == 1 else None)
+        if wanted.runs:
+            fused = replace(asked, kernels=conditions.kernels)
+            return program_at(fused, wanted.rows, dict(wanted.runs))
         return program_at(asked, wanted.rows) if wanted.rows else asked.program
 
     return problem, {

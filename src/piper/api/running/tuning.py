@@ -16,8 +16,11 @@ from piper.api.compiling.compiling import compile
 from piper.api.ground.clusters import chosen_cluster
 from piper.api.ground.results import new_folder, unless_empty
 from piper.api.problems.job_space import JobSpace
+from piper.api.problems.spaces import StrategySpace
 from piper.api.problems.spaces import space as job_space
 from piper.api.problems.tuning_problem import Conditions, problem_of
+from piper.api.problems.variant_search import variant_search
+from piper.api.problems.variants import PlanVariant, VariantChoices
 from piper_autotune import (
     OBJECTIVES,
     Confirmation,
@@ -27,6 +30,7 @@ from piper_autotune import (
     SearchError,
     SearchProgress,
     Study,
+    TuningProblem,
     check_objective,
 )
 from piper_autotune import tune as search
@@ -118,7 +122,7 @@ def tune(
         load: Of experts that ranks share, as in `simulate`. Without one all ranks have equally many tokens, and of
             several bounds on dropless experts' rows the least is the fastest.
         kernels: Of confirming runs, as in `piper.Options`. Predictions are for the kernels that the stack of `cluster`
-            names, such as h100x8@inductor.
+            names, such as h100x8@inductor, or that `piper.space(..., kernels=...)` chooses.
 
     Raises:
         TuneError: for arguments, for the storage, or for a space that contradicts itself.
@@ -145,7 +149,14 @@ def tune(
         load_text(load)  # a log that cannot be read is no reason to refuse each candidate
     space: JobSpace | None = None
     more: dict[str, Any]
-    if callable(source):
+    variants = strategy.variants if isinstance(strategy, StrategySpace) else VariantChoices()
+    if variants:
+        varied = _varied_job(source, variants, storage, kernels)
+        goal = objective or "period"
+        problem, more = variant_search(
+            varied, variants, conditions, lambda one: _finished(one, goal, load)
+        )
+    elif callable(source):
         goal = _goal_of_jobs(objective, storage, global_batch)
         space = JobSpace(source, lambda job: _case(job, conditions, goal, load))
         first = space.first()
@@ -167,7 +178,7 @@ def tune(
         options = RunOptions(
             steps=steps, launcher=launcher, timeout_s=timeout_s, memory=True, pool=pool
         )
-        measure = _measure(_jobs(source, space), costs, options, kernels)
+        measure = _measure(_jobs(source, space, kernels), costs, options)
     folder = new_folder(Path(out), "tune") if out is not None else None
     with saved(folder), _joined(workers):
         if measure is not None and pool is None:
@@ -272,9 +283,40 @@ def _check_local(cluster: Cluster | None) -> None:
         )
 
 
-def _jobs(source: Any, space: JobSpace | None) -> Callable[[Mapping[str, Any]], Job]:
-    """Return a function that finds the job of a strategy's params."""
-    return space.job_of if space is not None else lambda params: source
+def _varied_job(source: Any, variants: VariantChoices, storage: Any, kernels: KernelSource) -> Job:
+    """Return the job of a space of variants; raise TuneError for arguments of `tune` that do not go with one."""
+    from piper_runtime import Job
+
+    if not isinstance(source, Job):
+        raise TuneError(
+            f"tune: a {type(source).__name__} beside a space with kernels, precision or cuda_graph; such a space is "
+            f"one of a piper.Job"
+        )
+    if storage is not None:
+        raise TuneError(
+            "tune(storage=...): a search over kernels, precision or cuda_graph is kept in memory only; leave storage "
+            "out"
+        )
+    if variants.kernels and kernels != "eager":
+        raise TuneError(
+            f"tune(kernels={kernels!r}): confirming runs have the kernels that the space chooses; leave kernels out"
+        )
+    return source
+
+
+def _jobs(
+    source: Any, space: JobSpace | None, kernels: KernelSource
+) -> Callable[[Mapping[str, Any]], tuple[Job, Options]]:
+    """Return a function that finds the job of a strategy's params, and the options of its run."""
+
+    def made(params: Mapping[str, Any]) -> tuple[Job, Options]:
+        variant = PlanVariant.of(params)
+        options = (
+            variant.options if kernels == "eager" else replace(variant.options, kernels=kernels)
+        )
+        return variant.job(source if space is None else space.job_of(params)), options
+
+    return made
 
 
 def _goal_of_jobs(objective: Objective | None, storage: Any, global_batch: int | None) -> Objective:
@@ -297,15 +339,21 @@ def _case(
     job: Job, conditions: Conditions, objective: Objective, load: GivenLoad | None
 ) -> JobCase:
     problem, more = problem_of(job, conditions)
-    check_objective(objective, conditions.cluster, problem.tokens_per_step)
-    return JobCase(replace(problem, objective=objective, load=load), **more)
+    return JobCase(_finished(problem, objective, load), **more)
+
+
+def _finished(
+    problem: TuningProblem, objective: Objective, load: GivenLoad | None
+) -> TuningProblem:
+    """Return a problem with the objective and the load of a search; raise TuneError if they do not go together."""
+    check_objective(objective, problem.cluster, problem.tokens_per_step)
+    return replace(problem, objective=objective, load=load)
 
 
 def _measure(
-    job_of: Callable[[Mapping[str, Any]], Job],
+    made: Callable[[Mapping[str, Any]], tuple[Job, Options]],
     costs: Costs | None,
     options: RunOptions,
-    kernels: KernelSource,
 ) -> Callable[[Strategy], Confirmation]:
     if type(options.steps) is not int or options.steps < 2:
         raise JobError(
@@ -315,8 +363,9 @@ def _measure(
     def measured(strategy: Strategy) -> Confirmation:
         from piper.api.running.execution import Records, execute_with
 
-        job = job_of(strategy.params).unevaluated
-        compiled = compile(job, strategy, costs=costs, options=Options(kernels=kernels))
+        job, how = made(strategy.params)
+        job = job.unevaluated
+        compiled = compile(job, strategy, costs=costs, options=how)
         run = execute_with(compiled, job, options, Records())
         period_s = run.period_s if run.period_s is not None else median(run.step_s[1:])
         return Confirmation(period_s, max(run.peak_bytes.values(), default=None))

@@ -12,7 +12,6 @@ from piper.cli.loading import load_file
 from piper.cli.options import pairs
 from piper.views.costs_table import costs_table
 from piper.views.display import show
-from piper_compiler import kernel_source
 from piper_ir.ground.codec import dumps
 from piper_ir.tools import working
 
@@ -34,7 +33,7 @@ def measure(arguments: ProfileArguments) -> None:
             rows=a.rows,
             keep=a.keep or (),
             repeats=a.repeats,
-            kernels=kernel_source(a.kernels),
+            kernels=job_file.asked_options(a.kernels).kernels,
         )
     save_costs(a.out, costs)
     if a.as_json:

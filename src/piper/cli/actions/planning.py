@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from piper.cli.actions.importing import asked_of
 from piper.cli.arguments import PlanArguments
 from piper.cli.interrupts import INTERRUPTED
 from piper.cli.loading import load_job
+from piper.cli.variant_options import tried_variants
 from piper.planning.answer_text import numbers, table
 from piper.planning.answers import TrainingBudget, answer
 from piper.planning.goodput import Failures
@@ -48,6 +50,7 @@ def planned(arguments: PlanArguments) -> int:
         raise JobError(f"--cluster {CPU}: a plan is for a cluster, such as h100x8 or 'h100x8*16'")
     if not isfinite(a.price):
         raise JobError(f"--price {a.price}: dollars per device and hour are needed, such as 2.5")
+    tried = tried_variants(a.kernels, a.precision, a.cuda_graph)
     name = _cluster_name(a)
     cluster = cluster_named(name)
     tokens = None if a.tokens is None else count(a.tokens, "--tokens")
@@ -67,6 +70,8 @@ def planned(arguments: PlanArguments) -> int:
             cluster,
             TrainingBudget(tokens, a.price, _failures(a)),
             source.strategy,
+            source.options,
+            tried=tried,
             trials=a.trials,
             seed=a.seed,
             workers=a.workers,
@@ -149,4 +154,5 @@ def _source(a: PlanArguments, devices: int) -> PlanSource:
     path = Path(a.source)
     if path.suffix != ".py":
         return understand(a.source, wanted)
-    return of_file(path, *load_job(path), wanted)
+    job, strategy, options = load_job(path)
+    return replace(of_file(path, job, strategy, wanted), options=options)

@@ -63,14 +63,14 @@ class Target:
         file: A file of measured costs.
         contention: Whether instructions that run at the same time share links, SMs and memory.
         load: Of experts, as in `simulate`.
-        kernels: As in `piper.Options`, and so is `cuda_graph`.
+        kernels: As in `piper.Options`, and so is `cuda_graph`; None as the file says.
     """
 
     name: str
     file: Path | None
     contention: bool = True
     load: GivenLoad | None = None
-    kernels: KernelSource = "eager"
+    kernels: KernelSource | None = None
     cuda_graph: bool = False
 
     @cached_property
@@ -92,15 +92,18 @@ class Target:
             job_file.job,
             job_file.strategy,
             costs=self.costs,
-            options=Options(
-                device=device_type(self.cluster), kernels=self.kernels, cuda_graph=self.cuda_graph
-            ),
+            options=self.options(job_file),
         )
+
+    def options(self, job_file: JobFile) -> Options:
+        """Return the compiler's options for a file on the target."""
+        asked = job_file.asked_options(self.kernels, self.cuda_graph)
+        return replace(asked, device=device_type(self.cluster))
 
 
 def asked_target(a: SimulateArguments) -> Target:
     """Return where and how the options of `piper simulate` say to simulate."""
-    load, kernels = load_named(a.load), kernel_source(a.kernels)
+    load, kernels = load_named(a.load), None if a.kernels is None else kernel_source(a.kernels)
     return Target(a.cluster, a.costs, not a.no_contention, load, kernels, a.cuda_graph)
 
 
@@ -215,6 +218,7 @@ def predict(job_file: JobFile, target: Target, shown: PredictionOutput) -> None:
             target.costs,
             plan=compiled.plan,
             contention=target.contention,
+            options=target.options(job_file),
         )
     explanation = explained(job_file, compiled, target, advised.words) if shown.explained else None
     if shown.as_json:
@@ -367,7 +371,7 @@ def _second(
     was = " " * bool(changes) + ", ".join(f"{n}={job_file.params.get(n, '-')}" for n in changes)
     now = " " * bool(changes) + ", ".join(f"{n}={v}" for n, v in changes.items())
     if other is None:
-        second = replace(job_file, strategy=job_file.varied(changes, flag="--versus"))
+        second = job_file.with_strategy(job_file.varied(changes, flag="--versus"))
         return second, (name + was, name + now)
     if other.suffix != ".json":
         return load_file(other, {**params, **changes}), (
@@ -378,4 +382,4 @@ def _second(
         raise JobError(
             f"--versus changes parameters of a FILE.py; {other} is a saved strategy: leave one of them out"
         )
-    return replace(job_file, strategy=load_strategy(other)), (name, other.name)
+    return job_file.with_strategy(load_strategy(other)), (name, other.name)

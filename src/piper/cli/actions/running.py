@@ -14,7 +14,6 @@ from piper.cli.loading import JobFile
 from piper.cli.run_arguments import OF_TRAINING, LaunchArguments, RunArguments
 from piper.sessions.emulated import emulated_session
 from piper.sessions.training import Settings, as_numbers, first_step, session
-from piper_compiler import kernel_source
 from piper_ir.ground.errors import JobError
 from piper_runtime.launch import RunOptions, is_first, launch_sections, launch_text
 
@@ -70,15 +69,15 @@ def _emulate(arguments: RunArguments, job_file: JobFile, cluster: str) -> None:
 
 def _settings(arguments: RunArguments, job_file: JobFile) -> Settings:
     """Return the settings of a session that writes its results."""
-    a = arguments
+    a, how = arguments, job_file.asked_options(arguments.kernels, arguments.cuda_graph)
     return Settings(
         costs=a.costs,
         out=a.out,
         name=a.file.stem,
         on_loss=cast(Literal["restart", "replan"], a.on_loss),
         fallbacks=job_file.function,
-        kernels=kernel_source(a.kernels),
-        cuda_graph=a.cuda_graph,
+        kernels=how.kernels,
+        cuda_graph=how.cuda_graph,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +25,6 @@ from piper.views.trace_tables import (
     message_tables,
     straggler_table,
 )
-from piper_compiler import Options
 from piper_ir.ground.codec import dumps
 from piper_ir.ground.errors import FormatError, JobError
 from piper_ir.program.costs import Origin
@@ -87,7 +86,7 @@ class _Beside:
         self, arguments: TraceArguments, ranks: Sequence[RankEvents], file: JobFile
     ) -> None:
         cluster = cluster_named(arguments.cluster)
-        options = Options(device=device_type(cluster))
+        options = replace(file.options, device=device_type(cluster))
         self._asked, self._ranks, self._cluster = arguments, ranks, cluster
         self._strategy = file.strategy
         self._plan = compile(file.job, file.strategy, options=options).plan

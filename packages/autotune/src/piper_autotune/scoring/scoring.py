@@ -8,11 +8,12 @@ rule of plans cannot be the best.
 from __future__ import annotations
 
 import traceback
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from piper_autotune.space.problem import TuningProblem, Variants, Wanted, wanted_by
+from piper_autotune.space.problem import TuningProblem, Variants, Wanted, wanted_by, with_runs
 from piper_autotune.space.sketch import wanted_for_graph
 from piper_compiler import (
     CompileRequest,
@@ -28,6 +29,7 @@ from piper_ir.graph.graph import Graph
 from piper_ir.ground.errors import CaptureError, PiperError
 from piper_ir.plan.plan import Instr, Plan, RolePlan
 from piper_ir.program.costs import AllocatorCosts
+from piper_ir.program.ops import Step
 from piper_ir.program.program import Program
 from piper_ir.tools import no_garbage_collection, size_text
 from piper_ir.verify import verify
@@ -137,8 +139,9 @@ class _Compiling:
             self.at_rows,
         )
 
-    def at_rows(self, rows: int, runs: object = None) -> Program:
-        return self._program(wanted_by(self.strategy, self.problem.program, rows))
+    def at_rows(self, rows: int, runs: Mapping[str, Collection[Step]]) -> Program:
+        wanted = wanted_by(self.strategy, self.problem.program, rows)
+        return self._program(with_runs(wanted, runs) if self.problem.compiles else wanted)
 
     def _program(self, wanted: Wanted) -> Program:
         if wanted not in self.variants:

@@ -13,7 +13,7 @@ from piper_ir.ground.codec import loads
 from piper_ir.ground.errors import FormatError, OutputError, TuneError
 from piper_ir.study.study import Row, StudyDocument, objective_of
 from piper_ir.study.study_groups import FoldedRows, folded, indifferent, interval_text
-from piper_ir.tools import Brief, time_text, write_whole
+from piper_ir.tools import Brief, time_text, unread, write_whole
 
 
 @dataclass(frozen=True, repr=False)
@@ -140,9 +140,11 @@ class Study(Brief):
         """Return the study from `save`; raise FormatError, which names the file and the place."""
         path = Path(folder) / "study.json"
         try:
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as e:
-            raise FormatError(f"cannot read the study {path}: {e}") from None
+            raise FormatError(
+                unread("the study", path, e, "give the folder of a `piper tune`")
+            ) from None
         document = loads(StudyDocument, text, str(path))
         strategies = (
             {}

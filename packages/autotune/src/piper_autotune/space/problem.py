@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -20,6 +20,7 @@ from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.sizes import bind
 from piper_ir.plan.plan import Bucket, Plan
 from piper_ir.program.costs import Costs
+from piper_ir.program.ops import KernelSource, Step
 from piper_ir.program.program import Chunk, Program
 from piper_simulator import (
     CPU,
@@ -51,6 +52,7 @@ class TuningProblem:
         model_content: a text that is equal, in any process, only for models that give the same durations; None when it
             is not known. Piper's own model needs none.
         load: of experts, as in `piper_simulator.simulate`; bounds of candidates hold for a load of 1, the least.
+        kernels: of the plans, as in `piper_compiler.Options`, and so is `cuda_graph`.
     """
 
     program: Program
@@ -65,6 +67,8 @@ class TuningProblem:
     objective: Objective = "period"
     tokens_per_step: int | None = None
     load: GivenLoad | None = None
+    kernels: KernelSource = "eager"
+    cuda_graph: bool = False
 
     def weight(self, strategy: Strategy) -> float:
         """Return the weight of a second of a strategy's period in the objective."""
@@ -73,7 +77,14 @@ class TuningProblem:
     @property
     def options(self) -> Options:
         """Return the compiler's options: memory is counted with the kernels of the cluster's devices."""
-        return Options(device=device_type(self.cluster))
+        return Options(
+            device=device_type(self.cluster), kernels=self.kernels, cuda_graph=self.cuda_graph
+        )
+
+    @property
+    def compiles(self) -> bool:
+        """Return whether a plan's steps have compiled groups, of which a program at any rows knows nothing."""
+        return self.kernels != "eager"
 
     def limit_of(self, device: Device | None) -> int | None:
         """Return the bytes that a plan may hold on a device; with several kinds never more than the device has."""
@@ -89,7 +100,12 @@ class TuningProblem:
 
     @property
     def bounds_steps(self) -> bool:
-        """Return whether the cost model may be asked for single steps before there is a plan (`CostModel`)."""
+        """Return whether the cost model may be asked for single steps before there is a plan (`CostModel`).
+
+        Of steps with compiled groups only Piper's own model knows a part that no compiler makes shorter.
+        """
+        if self.compiles:
+            return self._factory is DeviceModel and self.costs is None
         return self._factory is DeviceModel or getattr(self._factory, "bounds_steps", False) is True
 
     @property
@@ -141,6 +157,8 @@ class TuningProblem:
         )
         goal = () if self.objective == "period" else (self.objective, self.tokens_per_step, prices)
         load = () if self.load is None else ("load", load_text(self.load))
+        plain = not self.compiles and not self.cuda_graph
+        variant = () if plain else (self.kernels, self.cuda_graph)
         return (
             self.program.key,
             self.global_batch,
@@ -151,6 +169,7 @@ class TuningProblem:
             *model,
             *goal,
             *load,
+            *variant,
         )
 
     def check_can_be_resumed(self) -> None:
@@ -172,6 +191,8 @@ def bare_plan(
     rows: int,
     chunks: Iterable[Chunk] = (),
     variants: Iterable[Chunk] = (),
+    *,
+    cuda_graph: bool = False,
 ) -> Plan:
     """Return a plan of nothing but chunks and variants, to ask a cost model before there is a plan.
 
@@ -191,6 +212,7 @@ def bare_plan(
         tuple(chunks),
         variants=tuple(variants),
         shared=shared,
+        cuda_graph=cuda_graph,
     )
 
 
@@ -206,11 +228,13 @@ class Wanted:
         rows: the rows per microbatch; 0 stands for any number of rows.
         request: what the strategy asks of the capture.
         alone: whether sizes need to hold at these rows alone, as for a bound of time; that takes fewer traces.
+        runs: the steps that run in compiled groups, by variant of a chunk; () for a program of torch's own kernels.
     """
 
     rows: int = 0
     request: CaptureRequest = USUAL
     alone: bool = False
+    runs: tuple[tuple[str, tuple[Step, ...]], ...] = ()
 
     @property
     def special(self) -> bool:
@@ -221,6 +245,11 @@ class Wanted:
 def wanted_by(strategy: Strategy, program: Program, rows: int = 0) -> Wanted:
     """Return which program a strategy wants; `program` is the problem's own."""
     return Wanted(rows, capture_request(strategy.mesh, strategy.directives, program))
+
+
+def with_runs(wanted: Wanted, runs: Mapping[str, Collection[Step]]) -> Wanted:
+    """Return the wanted program whose steps `runs` have compiled groups; equal ones for equal steps."""
+    return replace(wanted, runs=tuple((name, tuple(sorted(runs[name]))) for name in sorted(runs)))
 
 
 Variants = Mapping[Wanted, Program | str | None]
@@ -253,7 +282,7 @@ class Programs:
         return self.found[wanted]
 
     def _made(self, wanted: Wanted) -> Program:
-        if wanted.special:
+        if wanted.special or wanted.runs:
             return self._own if self._under is None else self._under(wanted)
         return self._own if self._at_rows is None else self._at_rows(wanted.rows)
 

@@ -131,7 +131,8 @@ class PruningRules:
             "buckets",
             {role: (nbytes, whole) for role, nbytes in sketches.bucket_bytes(sketch).items()},
         )
-        if sketch.away:
+        # A compiled backward makes values again inside of its kernels, so that these bound nothing.
+        if sketch.away or self._problem.compiles:
             return
         what = "its state and what {} microbatches of {} rows keep for backward".format
         filled = sketches.filled_bytes(sketch, rows)

@@ -32,9 +32,11 @@ from piper_ir.ground.errors import PiperError
 from piper_ir.ground.mesh import Mesh
 from piper_ir.plan.plan import COMPUTE, Instr, Part, Plan, RolePlan
 from piper_ir.program.ops import KEEP_ALL, Compute
-from piper_ir.program.program import Chunk, Program, Step
+from piper_ir.program.program import Chunk, Cost, Program, Step
 from piper_simulator import CostModel, Device, DeviceModel, device_memory, model_for
 
+ALONE = ("matmul", "attention")
+"""The kinds of kernels that stay single operations where Inductor compiles groups."""
 _NOBODY = RolePlan("", {}, (0,), (), ())
 
 StepSeconds = Mapping[str, Mapping[Step, float]]
@@ -256,7 +258,8 @@ class Sketches:
                 for role, placed in graph.roles.items()
             ]
         )
-        plan = bare_plan(program, graph.mesh, rows, program.chunks)
+        graphs = self._problem.cuda_graph
+        plan = bare_plan(program, graph.mesh, rows, program.chunks, cuda_graph=graphs)
         return replace(
             plan,
             roles=roles,
@@ -341,6 +344,8 @@ class Sketches:
 
     def _timed(self, program: Program, mesh: Mesh, rows: int) -> StepSeconds | None:
         chunks, variants = program.bound(rows), program.bound_variants(rows)
+        if self._problem.compiles:
+            chunks, variants = (tuple(map(_products, cs)) for cs in (chunks, variants))
         cluster, costs = self._problem.cluster, self._problem.costs
         if (
             costs is not None
@@ -351,7 +356,8 @@ class Sketches:
             if cluster is None
             else [cluster.only(k).each_device(_without_issue) for k in range(len(cluster.kinds))]
         )
-        bare = bare_plan(program, mesh, rows, chunks, variants)
+        graphs = self._problem.cuda_graph
+        bare = bare_plan(program, mesh, rows, chunks, variants, cuda_graph=graphs)
         try:  # nobody knows yet where a chunk runs: on the fastest kind at best, and on a rank that is not slow
             models = [model_for(bare, one, costs, self._problem.model) for one in only]
             by_code: dict[str, Mapping[Step, float]] = {}
@@ -402,6 +408,19 @@ def _step_seconds(model: CostModel, chunk: Chunk, step: Step) -> float:
     return model.work(
         _NOBODY, Instr(COMPUTE, (Part("", Compute(chunk.id, step, chunk.keep)),))
     ).seconds
+
+
+def _products(chunk: Chunk) -> Chunk:
+    """Return a chunk with the products and attention of its steps alone, which no compiler joins with other kernels.
+
+    Messages that kernels of a step hide depend on the kernels that are left out here, and count nothing.
+    """
+    steps = {}
+    for name, step in chunk.steps.items():
+        kept = Cost(tuple(k for k in step.cost.kernels if k.kind in ALONE))
+        meets = () if step.overlaps else step.collectives
+        steps[name] = replace(step, cost=kept, overlaps=(), collectives=meets)
+    return replace(chunk, steps=steps)
 
 
 def _without_issue(device: Device) -> Device:

@@ -13,7 +13,7 @@ from piper_compiler.interchange.table import Cell, CellFault, parse_cell
 from piper_compiler.strategy import Strategy
 from piper_ir.ground.errors import FormatError, OutputError
 from piper_ir.plan.plan import Plan
-from piper_ir.tools import write_whole
+from piper_ir.tools import unread, write_whole
 
 if TYPE_CHECKING:
     from piper_compiler.compile import Lowered
@@ -31,7 +31,7 @@ def read_schedule_csv(path: str | Path) -> Schedule:
         with open(path, encoding="utf-8", newline="") as file:
             text = file.read()
     except (OSError, UnicodeDecodeError) as e:
-        raise FormatError(f"cannot read the schedule {path}: {e}") from None
+        raise FormatError(unread("the schedule", path, e, "give a CSV file of actions")) from None
     return parse_schedule(text, str(path))
 
 

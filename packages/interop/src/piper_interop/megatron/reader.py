@@ -19,6 +19,7 @@ from piper_interop.neutral.foreign import Foreign, OptionValue
 from piper_interop.neutral.options import Ignored, row_of
 from piper_interop.neutral.system import Asked
 from piper_ir.ground.errors import JobError
+from piper_ir.tools import unread
 
 _OPTION = re.compile(r"--[A-Za-z]")
 _MANY = re.compile(r"(ARGS|ARGUMENTS|OPTIONS|OPTS|FLAGS|PARAMS)\b", re.IGNORECASE)
@@ -89,8 +90,12 @@ def _text_of(source: str) -> tuple[str, str]:
         return str(path), path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(
-            f"{source}: no file that can be read ({error.__class__.__name__}), and no text of options such as "
-            '"--num-layers 32 --hidden-size 4096"'
+            unread(
+                "the script or file of options",
+                source,
+                error,
+                'it is no text of options either, such as "--num-layers 32 --hidden-size 4096"',
+            )
         ) from None
 
 

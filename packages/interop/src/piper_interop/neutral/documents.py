@@ -12,6 +12,7 @@ import yaml
 
 from piper_interop.neutral.foreign import OptionValue
 from piper_ir.ground.errors import JobError
+from piper_ir.tools import unread
 
 DEEPEST = 20
 """The levels of a file; a YAML file whose anchors refer to themselves has no end."""
@@ -24,7 +25,7 @@ def read_text(source: str) -> str:
     try:
         return Path(source).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise JobError(f"{source} cannot be read as a text: {error}") from None
+        raise JobError(unread("the file", source, error, "give one of JSON or YAML")) from None
 
 
 def options_of(source: str) -> dict[str, OptionValue]:

@@ -17,6 +17,7 @@ from piper_interop.neutral.system import Asked
 from piper_interop.torchtitan import ask
 from piper_interop.torchtitan.model import parts_of
 from piper_ir.ground.errors import JobError
+from piper_ir.tools import unread
 
 Json = dict[str, Any]
 LIMIT_S = 300
@@ -132,10 +133,9 @@ def _kept(path: Path, asked: Asked) -> Json:
         )
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as e:
-        raise JobError(
-            f"{path}: {e.strerror}; give a recipe's name or a file that ask.py printed"
-        ) from None
+    except (OSError, UnicodeDecodeError) as e:
+        advice = "give a recipe's name or a file that ask.py printed"
+        raise JobError(unread("the recipe", path, e, advice)) from None
     lines = text.splitlines()
     marked = [line for line in lines if line.startswith(ask.MARK)]
     try:

@@ -14,6 +14,7 @@ from piper_ir.tools.progress import clear_line, shown_while_working, working
 from piper_ir.tools.ranges import named_ranks, ranks_text
 from piper_ir.tools.ray_reason import ray_reason
 from piper_ir.tools.units import enough_text, flops_text, size_text, time_text
+from piper_ir.tools.unread import unread, why_unread
 from piper_ir.tools.user_calls import PACKAGES, user_code, user_line
 
 __all__ = [
@@ -34,9 +35,11 @@ __all__ = [
     "shown_while_working",
     "size_text",
     "time_text",
+    "unread",
     "usable_cores",
     "user_code",
     "user_line",
+    "why_unread",
     "within",
     "working",
     "write_whole",

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from piper_ir.ground.codec import decode
 from piper_ir.ground.errors import FormatError
+from piper_ir.tools import unread
 
 T = TypeVar("T")
 
@@ -35,10 +36,9 @@ def lines_of(path: Path) -> Iterator[tuple[str, str]]:
 def _readable(where: str) -> Iterator[None]:
     try:
         yield
-    except UnicodeDecodeError as e:
-        raise FormatError(f"{where}: not UTF-8 text at byte {e.start}") from None
-    except OSError as e:
-        raise FormatError(f"{where}: cannot be read: {e.strerror}") from None
+    except (OSError, UnicodeDecodeError) as e:
+        advice = "the command that wrote it can write it again"
+        raise FormatError(unread("the results", where, e, advice)) from None
 
 
 def checked(kind: type[T], data: Any, where: str) -> T:

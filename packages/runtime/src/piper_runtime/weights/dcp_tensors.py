@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from piper_ir.ground.errors import FormatError, JobError
+from piper_ir.tools import unread
 from piper_ops import dtype_name
 from piper_runtime.weights.boxes import Box, boxes_of_ranges
 
@@ -231,7 +232,7 @@ def _load(folder: Path, piece: SavedBox) -> torch.Tensor:
         content = torch.load(data, map_location="cpu", weights_only=True)
     except OSError as e:
         raise JobError(
-            f"{path} cannot be read on this machine: {e.strerror}; all ranks must see the checkpoint"
+            unread("the checkpoint's", path, e, "all machines of a run must see it")
         ) from None
     except (*BROKEN, RuntimeError, BadZipFile) as e:
         said = next(iter(str(e).splitlines()), type(e).__name__)
@@ -316,7 +317,7 @@ def dcp_tensors(folder: Path) -> dict[str, DcpTensor]:
             data = file.read(MOST_BYTES + 1)
         sizes = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
     except OSError as e:
-        raise JobError(f"{path} cannot be read: {e.strerror}") from None
+        raise JobError(unread("the checkpoint's", path, e, "take another checkpoint")) from None
     if len(data) > MOST_BYTES:
         raise FormatError(f"{path} is larger than any file of this kind; take another checkpoint")
     tensors = read_metadata(data, str(path))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from piper_ir.ground.codec import read_document
 from piper_ir.ground.errors import FormatError, JobError
+from piper_ir.tools import unread
 from piper_runtime.weights.dcp_tensors import (
     DCP_METADATA,
     MOST_BYTES,
@@ -170,7 +171,7 @@ def read_bytes(path: Path) -> bytes:
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
     except OSError as e:
-        raise JobError(f"{path} cannot be read: {e.strerror}; take another checkpoint") from None
+        raise JobError(unread("the checkpoint's", path, e, "take another checkpoint")) from None
     if len(data) > MOST_BYTES:
         raise FormatError(f"{path} is larger than any file of this kind; take another checkpoint")
     return data

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from piper_ir.ground.errors import JobError
+from piper_ir.tools import unread
 
 STORED_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
@@ -95,7 +96,7 @@ def read_bytes(path: str, spans: Iterable[tuple[int, int]], into: memoryview) ->
                     done += count
     except OSError as error:
         raise JobError(
-            f"{path} cannot be read: {error.strerror}; every machine of a run needs it under this path"
+            unread("the weights", path, error, "every machine of a run needs them under this path")
         ) from error
 
 
@@ -114,7 +115,7 @@ def read_headers(path: str | Path) -> tuple[dict[str, StoredTensor], dict[str, s
             described = [(name, header.get_slice(name)) for name in header.offset_keys()]
             texts: dict[str, str] = header.metadata() or {}
     except OSError as error:
-        raise JobError(f"{path} cannot be read: {error.strerror}") from error
+        raise JobError(unread("the weights", path, error, "give a safetensors file")) from error
     except SafetensorError as error:
         raise JobError(f"{path} is no safetensors file: {error}") from None
     tensors: dict[str, StoredTensor] = {}

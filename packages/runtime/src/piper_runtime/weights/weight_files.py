@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from piper_ir.ground.errors import JobError
+from piper_ir.tools import unread
 from piper_runtime.weights.dcp_tensors import DCP_METADATA, dcp_tensors, weights_in
 from piper_runtime.weights.marker import MARKER, marked_tensors
 from piper_runtime.weights.renaming import FileTensor
@@ -82,7 +83,9 @@ def _weight_map(index: Path) -> dict[str, str]:
     """Return the file of each tensor."""
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(unread("the index", index, error, "give the whole folder")) from None
+    except (ValueError, RecursionError) as error:
         raise JobError(f"{index} is no JSON ({type(error).__name__}: {error})") from None
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if (

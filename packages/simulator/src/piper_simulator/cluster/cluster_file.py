@@ -30,6 +30,7 @@ from typing import Any
 
 from piper_ir.ground.codec import unique_keys
 from piper_ir.ground.errors import ClusterError
+from piper_ir.tools import unread
 from piper_simulator.cluster.checks import (
     COUNT,
     FACTOR,
@@ -237,10 +238,8 @@ def _parsed(path: Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        why = e.strerror if isinstance(e, OSError) else e
-        raise ClusterError(
-            f"cannot read the cluster file {path}: {why}; docs/clusters.md shows how one is written"
-        ) from None
+        advice = "docs/clusters.md shows how one is written"
+        raise ClusterError(unread("the cluster file", path, e, advice)) from None
     try:
         return (
             json.loads(text, object_pairs_hook=unique_keys)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from piper_ir.program.costs import CommDuration, Duration
+from piper_ir.tools import unread
 from piper_simulator.cluster.checks import COUNT, POSITIVE, KeyPath
 from piper_simulator.cluster.network import OPS
 
@@ -18,7 +19,9 @@ def read_messages(path: Path, where: KeyPath) -> tuple[CommDuration, ...]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as e:
-        raise where.error(f"cannot read the table {path}: {e}") from None
+        raise where.error(
+            unread("the table", path, e, "its path begins at the folder of the cluster file")
+        ) from None
     rows = [
         (n, line)
         for n, line in enumerate(lines, start=1)

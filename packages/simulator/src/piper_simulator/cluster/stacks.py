@@ -14,6 +14,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from piper_ir.ground.errors import ClusterError
+from piper_ir.tools import unread
 from piper_simulator.cluster.checks import (
     FRACTION,
     NOT_NEGATIVE,
@@ -62,6 +64,8 @@ class Stack:
         devices: the devices that its constants hold for; none if it has no constants.
         words: words by which a table of published runs names this software, in their source or note.
         attention_tokens: generation of devices -> the tokens of a row at which attention reaches half of its fraction.
+        attention_wide: generation of devices -> the factors of its fractions, forward and backward, with heads of more
+            than 128 dimensions, as those of latent attention.
         recomputed: the tensors that R makes: the ones that are "needed", or the "whole" forward with its messages, as
             checkpointing by reentrant autograd does.
         accumulate: gradients are added to their sums by a "kernel", or inside of the "product" that makes them.
@@ -96,6 +100,7 @@ class Stack:
     devices: tuple[Text, ...] = ()
     words: tuple[Text, ...] = ()
     attention_tokens: Mapping[str, NotNegative] = field(default_factory=dict)
+    attention_wide: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     recomputed: Literal["needed", "whole"] = "needed"
     accumulate: Literal["kernel", "product"] = "kernel"
     runs: Literal["each", "fused"] = "each"
@@ -121,18 +126,20 @@ class Stack:
         return {name: one.value for name, one in self.constants.items()}
 
 
-_OWN = ("name", "attention_fraction", "attention_tokens", "constants")
+_OWN = ("name", "attention_fraction", "attention_tokens", "attention_wide", "constants")
 _STACK = {key: check for key, check in checks_of(Stack).items() if key not in _OWN}
 _NEEDED = [
     f.name
     for f in fields(Stack)
     if f.name not in _OWN and f.default is MISSING and f.default_factory is MISSING
 ]
-_TOKENS = dict.fromkeys(("ampere_tokens", "hopper_tokens", "blackwell_tokens"), NOT_NEGATIVE)
-_ATTENTION = table(
-    {"source": TEXT} | dict.fromkeys(GENERATIONS, list_of_each(FRACTION, FRACTION)) | _TOKENS
-)
 _TOKENS_OF = {g: f"{g}_tokens" for g in GENERATIONS}
+_WIDE_OF = {g: f"{g}_wide" for g in GENERATIONS}
+_ATTENTION = table(
+    {"source": TEXT}
+    | dict.fromkeys((*GENERATIONS, *_WIDE_OF.values()), list_of_each(FRACTION, FRACTION))
+    | dict.fromkeys(_TOKENS_OF.values(), NOT_NEGATIVE)
+)
 _FILE = table(_STACK | {"base": TEXT, "constants": CONSTANTS})
 TABLES = {"attention": mapping(_ATTENTION), "stacks": mapping(_FILE)}
 """The checks of the tables that describe stacks and attention kernels, in every file that may have them."""
@@ -177,6 +184,7 @@ def read_stack(
     kernel = kernels[values["attention"]]
     values["attention_fraction"] = {g: tuple(f) for g, f in kernel.items() if g in GENERATIONS}
     values["attention_tokens"] = {g: kernel[t] for g, t in _TOKENS_OF.items() if t in kernel}
+    values["attention_wide"] = {g: tuple(kernel[w]) for g, w in _WIDE_OF.items() if w in kernel}
     if values.get("loss_bytes") and len(values["loss_bytes"]) != 2:
         raise where.at("loss_bytes").error("two numbers are needed, forward and backward")
     constants = read_constants(entry.get("constants", {}), where.at("constants"))
@@ -202,7 +210,9 @@ def read_software(path: Path, bases: Mapping[str, Stack]) -> Stack:
     where = KeyPath(str(path))
     try:
         written = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
+        raise ClusterError(unread("the stack", path, error, "give a TOML file")) from None
+    except tomllib.TOMLDecodeError as error:
         raise where.error(f"not a stack's TOML file: {error}") from None
     return read_stack(path.stem, _FILE(written, where), ATTENTION_KERNELS, where, bases)
 

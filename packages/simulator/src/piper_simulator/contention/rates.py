@@ -159,7 +159,7 @@ class SharedPool:
     def message(self, flow: Flow, now: float) -> RunningMessage:
         """Begin a message."""
         running = RunningMessage(flow.seconds, now, now + flow.seconds, flow=flow)
-        holders = self._crowded_holders(flow)
+        holders = self._crowded_holders(flow) if self._held else ()
         for holder in holders:
             if (other := holder.give_way()) is not None:
                 self._add(other)
@@ -196,11 +196,12 @@ class SharedPool:
         self._computing[role] = compute
         return self._left_over(role)
 
-    def leave(self, role: int, holder: LinkHolder) -> None:
-        """End the compute of a role, and give back the links that were held."""
+    def leave(self, role: int, holder: LinkHolder | None) -> None:
+        """End the compute of a role, and give back the links that a holder held."""
         self._computing[role] = None
-        for link in self._held.pop(holder, ()):
-            link.held.pop(holder, None)
+        if holder is not None:
+            for link in self._held.pop(holder, ()):
+                link.held.pop(holder, None)
 
     def hold(self, holder: LinkHolder, flows: Iterable[Flow]) -> None:
         """Hold the links of messages inside of an instruction, one of which runs at a time."""

@@ -23,6 +23,7 @@ from piper_ir.ground.expert_tokens import LOAD_NOT_MEASURED
 from piper_ir.ground.sizes import bind
 from piper_ir.plan.plan import Plan
 from piper_ir.program.program import Chunk, Kernel
+from piper_ir.tools import why_unread
 from piper_simulator.durations.expert_work import EVEN, Loads, further_rounds
 
 EXPERTS = "experts"
@@ -301,10 +302,8 @@ def _lines(path: Path, file: Path) -> Iterator[str]:
         problem = (
             "there is no such file or folder" if file is path else f"this folder has no {METRICS}"
         )
-    except UnicodeDecodeError:
-        problem = "it is no text"
     except (OSError, ValueError) as e:
-        problem = f"it cannot be read: {getattr(e, 'strerror', None) or e}"
+        problem = why_unread(e)
     raise _no_load(path, problem)
 
 

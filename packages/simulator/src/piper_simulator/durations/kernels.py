@@ -39,6 +39,8 @@ TILES = ((128, 128), (128, 256), (256, 128))
 """The rows and columns of a result that an SM computes at once: cuBLAS's large tiles, of which the best counts."""
 STEP = 32
 """The number of elements of K that a tile takes at once."""
+WIDE = 128
+"""The dimensions of a head up to which attention kernels reach their published fractions."""
 SHARP = 4
 """The exponent p of the smooth maximum (a^p + b^p)^(1/p), which we chose.
 
@@ -207,11 +209,12 @@ def _attention_fraction(device: Device, kernel: Kernel, backward: bool) -> float
     best = known[backward]
     if name in stack.constants:
         best = stack.constants[name].value * device.clock
-    half = stack.attention_tokens.get(device.generation, 0.0)
-    if not half or len(kernel.dims) != 5:
+    if len(kernel.dims) != 5:
         return best
-    keys = bind(kernel.dims[3], 0)
-    return best * keys / (keys + half)
+    *_, keys, width = (bind(d, 0) for d in kernel.dims)
+    if width > WIDE:
+        best *= stack.attention_wide.get(device.generation, (1.0, 1.0))[backward]
+    return best * keys / (keys + stack.attention_tokens.get(device.generation, 0.0))
 
 
 def is_guess(device: Device, kernel: Kernel) -> bool:

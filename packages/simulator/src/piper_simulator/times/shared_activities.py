@@ -37,8 +37,11 @@ class SharedActivities:
 
     def compute(self, role: int, node: int, seconds: float, ended: Callable[[], None]) -> None:
         """Begin the compute of a node, with the messages inside, now; `ended` is called at its end."""
-        profile = self.profiles.get(node) or PieceProfile(((seconds, None),), role)
-        PieceChain(self, role, profile, ended).begin()
+        profile = self.profiles.get(node)
+        if profile is None:
+            PlainCompute(self, role, seconds, ended)
+        else:
+            PieceChain(self, role, profile, ended).begin()
 
     def message(self, flow: Flow, ended: Callable[[], None]) -> None:
         """Begin a message now; `ended` is called at its end."""
@@ -70,6 +73,47 @@ class SharedActivities:
         assert isinstance(activity, RunningMessage), "chains end by themselves"
         self.pool.arrived(activity, self.clock.now)
         ended()
+
+
+class PlainCompute(Activity):
+    """Run an instruction without messages inside, from now on; `ended` is called at the end.
+
+    A timer looks whether it has ended, and looks again at the new end if it became slower. The number of its event
+    stays as long as the timer is not set to an earlier moment.
+    """
+
+    __slots__ = ("_key", "_owner", "_role", "ended")
+
+    def __init__(
+        self, owner: SharedActivities, role: int, seconds: float, ended: Callable[[], None]
+    ) -> None:
+        self._owner, self._role, self.ended = owner, role, ended
+        self.left, self.since = seconds, owner.clock.now
+        self.rate = rate = owner.pool.enter(role, self)
+        self.end = self.since + seconds / rate
+        self._look(self.end, owner.clock.made, owner.clock.number())
+
+    def change(self, rate: float, now: float) -> None:
+        """Go on at another rate."""
+        super().change(rate, now)
+        if self.end < self.look:
+            clock = self._owner.clock
+            self._look(now + (self.end - now), clock.made, clock.number())
+
+    def _look(self, moment: float, made: MadeAt, number: int) -> None:
+        self.look = self.end
+        self._key = key = (moment, *made, number)
+        self._owner.clock.push(key, partial(self._due, key))
+
+    def _due(self, key: EventKey) -> None:
+        if key is not self._key:
+            return
+        moment, made, before, _, number = key
+        if self.end > self.look:
+            self._look(moment + (self.end - moment), (moment, made, before), number)
+            return
+        self._owner.pool.leave(self._role, None)
+        self.ended()
 
 
 class PieceProfile:

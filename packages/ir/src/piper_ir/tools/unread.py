@@ -1,0 +1,28 @@
+"""Say in words why a file cannot be read, in place of Python's "[Errno 2] No such file or directory"."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def unread(what: str, path: str | Path, error: OSError | ValueError, advice: str) -> str:
+    """Return the message for a file that cannot be read: its kind and path, why in words, and how to go on."""
+    return f"cannot read {what} {path}: {why_unread(error)}; {advice}"
+
+
+def why_unread(error: OSError | ValueError) -> str:
+    """Return why a file cannot be read, in words that fit behind its path and a colon."""
+    match error:
+        case FileNotFoundError():
+            return "there is no such file"
+        case IsADirectoryError():
+            return "it is a folder"
+        case NotADirectoryError():
+            return "a part of its path is a file and no folder"
+        case PermissionError():
+            return "this user may not read it"
+        case UnicodeDecodeError():
+            return f"it is not UTF-8 text at byte {error.start}"
+        case OSError():
+            return error.strerror or str(error)
+    return f"no file can have this name ({error})"  # Python refuses a NUL in a path
