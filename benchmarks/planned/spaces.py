@@ -1,9 +1,8 @@
 """Define the spaces in which the search of `piper plan` is judged, all of them made by `piper.space`.
 
-Two are large: Llama 3 70B on 128 devices, and Mixtral 8x22B on 64. The others are small enough for all their strategies
-to be bounded or scored. There buckets have one of a few sizes, so that the space is finite.
-
-python -m benchmarks.planned.spaces     counts the strategies of each finite space
+Three are large: Llama 3 70B on 128 devices, Mixtral 8x22B on 64 and DeepSeek-V3 on 256. The others are small enough
+for all their strategies to be bounded or scored. There buckets have one of a few sizes, so that the space is finite.
+python -m benchmarks.planned.spaces counts the strategies of each finite space
 """
 
 from __future__ import annotations
@@ -57,6 +56,7 @@ class Case:
 
 LLAMA = Case("llama3-70b", "llama3-70b", "h100x8*16", 512, 8192)
 MIXTRAL = Case("mixtral-8x22b", "mixtral-8x22b", "h100x8*8", 256, 8192)
+DEEPSEEK = Case("deepseek-v3", "deepseek-v3", "h100x8*32", 1024, 4096)
 DENSE = Case(
     "dense",
     models.LlamaConfig(
@@ -128,7 +128,7 @@ TINY = Case(
 """A space for the smoke test."""
 FINITE = (DENSE, MIXTURE, LONG, SMALL, LARGER)
 """Dense on one node; experts over nodes; long rows; little memory; several nodes."""
-CASES = {case.name: case for case in (LLAMA, MIXTRAL, *FINITE, TINY)}
+CASES = {case.name: case for case in (LLAMA, MIXTRAL, DEEPSEEK, *FINITE, TINY)}
 
 
 @dataclass(frozen=True)
@@ -195,8 +195,8 @@ kept = lru_cache(maxsize=2)(planned)
 
 
 def cell(params: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the sizes of tp, cp, ep and pp of a strategy's parameters."""
-    return tuple(int(params.get(axis, 1)) for axis in AXES)
+    """Return the sizes of tp, cp and pp of a strategy's parameters; experts have any of several sizes of ep there."""
+    return tuple(int(params.get(axis, 1)) for axis in AXES if axis != "ep")
 
 
 class _Odometer:
