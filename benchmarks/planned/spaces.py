@@ -1,17 +1,19 @@
 """Define the spaces in which the search of `piper plan` is judged, all of them made by `piper.space`.
 
-Two are large: Llama 3 70B on 128 devices, and Mixtral 8x22B on 64. The others are small enough for all their strategies
-to be bounded or scored. There buckets have one of a few sizes, so that the space is finite.
+Three are large: Llama 3 70B on 128 devices, Mixtral 8x22B on 64 and DeepSeek-V3 on 256. The others are small enough
+for all their strategies to be bounded or scored. There buckets have one of a few sizes, so that the space is finite.
+python -m benchmarks.planned.spaces counts the strategies of each finite space
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import piper
+from benchmarks.measure import cpu_seconds
 from piper import models
 from piper.api.problems.spaces import AXES, StrategySpace
 from piper.api.problems.tuning_problem import Conditions, problem_of
@@ -20,7 +22,7 @@ from piper_autotune.space.space import SkippedError
 from piper_compiler import Strategy
 from piper_simulator import load_cluster
 
-BUCKET_MB = (100.0, 400.0)
+BUCKET_MB = (25.0, 50.0, 100.0, 200.0, 400.0, 800.0)
 """The sizes of buckets in a finite space."""
 
 
@@ -54,6 +56,7 @@ class Case:
 
 LLAMA = Case("llama3-70b", "llama3-70b", "h100x8*16", 512, 8192)
 MIXTRAL = Case("mixtral-8x22b", "mixtral-8x22b", "h100x8*8", 256, 8192)
+DEEPSEEK = Case("deepseek-v3", "deepseek-v3", "h100x8*32", 1024, 4096)
 DENSE = Case(
     "dense",
     models.LlamaConfig(
@@ -63,59 +66,56 @@ DENSE = Case(
     32,
     4096,
     finite=True,
-    fixed={"attention": "ring", "graded": False},
 )
 MIXTURE = Case(
     "mixture",
     models.MoEConfig(
-        layers=8,
-        width=2048,
-        heads=16,
-        kv_heads=4,
-        hidden=4096,
+        layers=3,
+        width=8192,
+        heads=64,
+        kv_heads=8,
+        hidden=32_768,
         vocab=32_000,
         length=4096,
-        experts=8,
+        experts=16,
         top_k=2,
+        capacity_factor=None,
     ),
-    "h100x4*2",
+    "h100x4*4",
     32,
     4096,
     finite=True,
-    fixed={"cp": 1, "tp": 1, "graded": False},
 )
 LONG = Case(
     "long",
     models.LlamaConfig(
-        layers=8, width=4096, heads=32, kv_heads=8, hidden=14_336, vocab=32_000, length=65_536
+        layers=10, width=4096, heads=32, kv_heads=8, hidden=14_336, vocab=32_000, length=65_536
     ),
     "h100x8",
     16,
     65_536,
     finite=True,
-    fixed={"tp": 1, "resident_mb": 0, "graded": False},
 )
 SMALL = Case(
     "small",
     models.LlamaConfig(
-        layers=18, width=4096, heads=32, kv_heads=8, hidden=14_336, vocab=128_256, length=32_768
+        layers=12, width=6144, heads=48, kv_heads=8, hidden=21_504, vocab=128_256, length=32_768
     ),
-    "a100-40gx4",
+    "a100-40gx8",
     16,
     32_768,
     finite=True,
-    fixed={"tp": 1, "cp": 1, "resident_mb": 0},
 )
 LARGER = Case(
     "larger",
     models.LlamaConfig(
-        layers=32, width=8192, heads=64, kv_heads=8, hidden=28_672, vocab=32_000, length=4096
+        layers=16, width=8192, heads=64, kv_heads=8, hidden=28_672, vocab=32_000, length=4096
     ),
-    "h100x8*8",
-    128,
+    "h100x8*2",
+    32,
     4096,
     finite=True,
-    fixed={"cp": 1, "sequence": True, "resident_mb": 0, "keep": "products"},
+    fixed={"sequence": True},
 )
 TINY = Case(
     "tiny",
@@ -127,8 +127,8 @@ TINY = Case(
 )
 """A space for the smoke test."""
 FINITE = (DENSE, MIXTURE, LONG, SMALL, LARGER)
-"""Dense on one node; experts; long rows; little memory; several nodes."""
-CASES = {case.name: case for case in (LLAMA, MIXTRAL, *FINITE, TINY)}
+"""Dense on one node; experts over nodes; long rows; little memory; several nodes."""
+CASES = {case.name: case for case in (LLAMA, MIXTRAL, DEEPSEEK, *FINITE, TINY)}
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,10 @@ class FiniteSpace:
 
     def __call__(self, trial: Any) -> Strategy:
         return self.space(_Stepped(trial))
+
+    def recipes(self, trial: Any) -> object:
+        """Return the recipes that a trial chooses, which takes less time than to make the strategy."""
+        return self.space.chosen(_Stepped(trial))
 
     @property
     def starts(self) -> Sequence[Mapping[str, Any]]:
@@ -191,8 +195,8 @@ kept = lru_cache(maxsize=2)(planned)
 
 
 def cell(params: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the sizes of tp, cp, ep and pp of a strategy's parameters."""
-    return tuple(int(params.get(axis, 1)) for axis in AXES)
+    """Return the sizes of tp, cp and pp of a strategy's parameters; experts have any of several sizes of ep there."""
+    return tuple(int(params.get(axis, 1)) for axis in AXES if axis != "ep")
 
 
 class _Odometer:
@@ -218,15 +222,25 @@ class _Odometer:
 
 def points(space: FiniteSpace) -> Iterator[tuple[dict[str, Any], Strategy]]:
     """Yield all strategies of a finite space, each with its choices by name."""
+    return _every(space)
+
+
+def count(space: FiniteSpace) -> int:
+    """Return the number of strategies of a finite space."""
+    return sum(1 for _ in _every(space.recipes))
+
+
+def _every(made: Callable[[Any], Any]) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Yield the choices of all trials that are not skipped, and what is made of them."""
     digits: list[int] | None = []
     while digits is not None:
         trial = _Odometer(digits)
         try:
-            strategy = space(trial)
+            of = made(trial)
         except SkippedError:
             pass
         else:
-            yield dict(trial.params), strategy
+            yield dict(trial.params), of
         digits = _next(trial.chosen, trial.asked)
 
 
@@ -235,3 +249,14 @@ def _next(chosen: list[int], asked: list[int]) -> list[int] | None:
     while chosen and chosen[-1] + 1 == asked[len(chosen) - 1]:
         chosen = chosen[:-1]
     return [*chosen[:-1], chosen[-1] + 1] if chosen else None
+
+
+def main() -> None:
+    """Count the strategies of each finite space."""
+    for case in FINITE:
+        size, seconds = cpu_seconds(lambda case=case: count(kept(case).space))
+        print(f"{case.name} on {case.cluster}: {size:,} strategies, counted in {seconds:.0f} CPU s")
+
+
+if __name__ == "__main__":
+    main()

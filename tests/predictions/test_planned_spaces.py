@@ -5,24 +5,42 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.planned import judged, tables
-from benchmarks.planned.spaces import DENSE, TINY, FiniteSpace, kept, points
+from benchmarks.planned.spaces import (
+    DENSE,
+    LONG,
+    MIXTURE,
+    TINY,
+    Case,
+    FiniteSpace,
+    count,
+    kept,
+    points,
+)
 from piper_autotune import tune
 
 
-def test_the_committed_table_has_a_finite_space() -> None:
-    entries = tables.read(tables.path_of(DENSE))
-    assert len({tuple(entry.params.items()) for entry in entries}) == len(entries) == 20_296
+@pytest.mark.parametrize("case", (DENSE, MIXTURE, LONG), ids=lambda case: case.name)
+def test_a_committed_table_has_a_space_of_100_000_strategies(case: Case) -> None:
+    entries = tables.read(tables.path_of(case))
+    assert sum(entry.number for entry in entries) > 100_000
+    scored = [entry for entry in entries if entry.number == 1 and entry.params]
+    assert len({tuple(entry.params.items()) for entry in scored}) == len(scored)
     best = min((e for e in entries if e.rule == tables.SCORED), key=lambda e: e.period_s or 0.0)
     assert best.period_s == tables.least(entries) and (best.device_bytes or 0) < 80 << 30
-    bounds = [e.period_s for e in entries if e.rule == "slower"]
-    assert bounds and all(bound is not None and bound > best.period_s for bound in bounds)
+    (bound,) = (e.period_s for e in entries if e.rule == "slower")
+    assert bound is not None and bound > best.period_s
 
 
 @pytest.mark.long
 def test_a_search_is_judged_by_a_table() -> None:
     of, entries = kept(TINY), tables.read(tables.path_of(TINY))
     assert isinstance(of.space, FiniteSpace)
-    assert [params for params, _ in points(of.space)] == [entry.params for entry in entries]
+    every = list(points(of.space))
+    assert len(every) == count(of.space) == sum(entry.number for entry in entries)
+    known_s = tables.least(entries)
+    together = list(tables.outcomes(of, every[:300], known_s))
+    alone = [next(tables.outcomes(of, [one], known_s)) for one in every[:300:10]]
+    assert together[::10] == alone, "bounds of compute that strategies share are their own"
     median, tail, bad, wrong = judged.regrets(TINY, 2, 40)
     assert 0 <= median.value <= tail.value < 0.5 and bad.met and wrong.met
     best = min((e for e in entries if e.rule == tables.SCORED), key=lambda e: e.period_s or 0.0)

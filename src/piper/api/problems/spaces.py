@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from math import gcd, prod
 from typing import TYPE_CHECKING, Any
@@ -92,6 +92,12 @@ class RecipeCall:
             for name, value in self.how.items()
         )
         return f"{'piper.' if self.name in DIRECTIVES else '*recipes.'}{self.name}({arguments})"
+
+
+@lru_cache(maxsize=256)
+def _stages(name: str, **how: int) -> RecipeCall:
+    """Return the call of a schedule, whose directives are made once for all strategies that have it."""
+    return RecipeCall(name, how)
 
 
 @dataclass(frozen=True)
@@ -266,7 +272,7 @@ class StrategySpace:
         if schedule == "interleaved":
             most = max(2, min(MOST_CHUNKS, self.layers // pp))
             how["chunks"] = trial.suggest_int("chunks", 2, most)
-        call = RecipeCall("one_f_one_b" if schedule == "1f1b" else schedule, how)
+        call = _stages("one_f_one_b" if schedule == "1f1b" else schedule, **how)
         stages = recipes.stages_of(call.directives) or 1
         if stages > self.layers:
             trial.skip(f"{self.layers} layers do not fill {stages} stages")
