@@ -5,21 +5,11 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.planned import judged, tables
-from benchmarks.planned.spaces import (
-    DENSE,
-    LONG,
-    MIXTURE,
-    TINY,
-    Case,
-    FiniteSpace,
-    count,
-    kept,
-    points,
-)
+from benchmarks.planned.spaces import FINITE, TINY, Case, FiniteSpace, count, kept, points
 from piper_autotune import tune
 
 
-@pytest.mark.parametrize("case", (DENSE, MIXTURE, LONG), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", FINITE, ids=lambda case: case.name)
 def test_a_committed_table_has_a_space_of_100_000_strategies(case: Case) -> None:
     entries = tables.read(tables.path_of(case))
     assert sum(entry.number for entry in entries) > 100_000
