@@ -33,6 +33,7 @@ from piper.planning.written import write
 from piper.views.display import show
 from piper.views.reporting import report_at_end
 from piper.views.study_view import bar
+from piper_interop import system
 from piper_ir.ground.errors import JobError
 from piper_ir.tools import working
 from piper_simulator import CPU
@@ -136,8 +137,14 @@ def _source(a: PlanArguments, devices: int) -> PlanSource:
     wanted = StepSize(a.length, per_step, a.global_batch)
     if is_foreign(a.source):
         if a.tokens_per_step is not None:
+            complete = system(a.source.partition(":")[0]).complete
             raise JobError(
-                f"--tokens-per-step: {a.source} says how large a step is; to change it give rows, --global-batch"
+                f"--tokens-per-step: {a.source} says how large a step is; to change it give "
+                + (
+                    "the rows of the system's own option, by --set"
+                    if complete
+                    else "rows, --global-batch"
+                )
             )
         return of_system(a.source, asked_of(a, devices))
     of_systems = {
