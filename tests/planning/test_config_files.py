@@ -289,7 +289,34 @@ def test_a_description_is_written_as_python_that_makes_it(tmp_path: Path) -> Non
 
 def test_what_has_a_note_is_said(tmp_path: Path) -> None:
     notes = describe(written(tmp_path, PUBLIC["deepseek-v3"][0])).notes
-    assert notes == ("quantization_config: weights have the precision of the job",)
+    scaled = (
+        "rope_scaling (yarn): positions are not scaled: time and memory are the same, but planned.py trains another model "
+        "than the published one"
+    )
+    assert notes == (scaled, "quantization_config: weights have the precision of the job")
+    (strange,) = describe(
+        written(tmp_path, LLAMA | {"rope_scaling": {"rope_type": "spiral"}})
+    ).notes
+    assert "a type that is not known (spiral)" in strange
+    assert not describe(
+        written(tmp_path, LLAMA | {"rope_parameters": {"rope_type": "default"}})
+    ).notes
+
+
+def test_a_window_that_begins_behind_the_last_layer_is_none(tmp_path: Path) -> None:
+    qwen = LLAMA | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9}
+    config = describe(
+        written(tmp_path, qwen | {"max_window_layers": LLAMA["num_hidden_layers"]})
+    ).config
+    assert config is not None and config.window is None
+
+
+def test_a_misspelt_field_is_told_the_nearest(tmp_path: Path) -> None:
+    wrong = {("intermediat_size" if n == "intermediate_size" else n): v for n, v in LLAMA.items()}
+    assert (
+        describe(written(tmp_path, wrong)).missing
+        == "unknown fields: intermediat_size (intermediate_size?)"
+    )
     (note,) = describe(written(tmp_path, LLAMA | {"num_mtp_layers": 1})).notes
     assert note.startswith("num_mtp_layers=1: the blocks")
 

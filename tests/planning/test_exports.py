@@ -9,9 +9,11 @@ import pytest
 
 import piper
 from piper import ANY, recipes, where
-from piper.models import DecoderConfig, job
+from piper.models import DecoderConfig, job, parameter_count
 from piper.planning.description import description
 from piper_interop import DeviceLayout, JobDescription, export_job, python
+from piper_interop.accelerate.units import whole
+from piper_interop.neutral.described import USUAL_SIZES
 from piper_ir.ground.errors import JobError
 
 SIZES = DecoderConfig(layers=6, width=64, heads=4, kv_heads=2, hidden=96, vocab=256, length=128)
@@ -73,6 +75,24 @@ def test_torchtitan_takes_what_it_can_run(name):
     if size("pp") > 1:
         (stages,) = [o for o in options if "module_fqns" in o]
         assert stages.count(" ") == (6 if name == "pipeline" else 4)
+
+
+def test_sizes_at_every_default_are_exported_and_imported_with_a_model():
+    """A description leaves out sizes at their defaults, the vocabulary too; a file of another system has them."""
+    config = DecoderConfig(layers=4, width=64, heads=4, hidden=96)
+    assert {name: getattr(config, name) for name in USUAL_SIZES} == USUAL_SIZES
+    strategy = piper.Strategy(
+        piper.Mesh(dp=8),
+        (*recipes.one_f_one_b(pp=1, microbatches=1), *recipes.data_parallel(zero=1)),
+    )
+    plain = description(job(config, global_batch=32), strategy, "small")
+    assert set(plain.sizes.fields) == {"layers", "width", "heads", "hidden"}
+    texts = {
+        name: "\n".join(export_job(name, plain).files.values())
+        for name in ("megatron", "deepspeed")
+    }
+    assert "--vocab-size 128256" in texts["megatron"] and "--seq-length 8192" in texts["megatron"]
+    assert whole(plain.sizes) == parameter_count(config) - config.width, "but for the last norm"
 
 
 @pytest.mark.parametrize(

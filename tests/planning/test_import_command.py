@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from packages.interop.tests.megatron_jobs import DENSE
 from piper import cli
 from tests.helpers.titan_answers import answer, model
 from tests.planning.test_config_files import LLAMA, written
@@ -145,3 +146,13 @@ def test_a_file_without_a_model_is_planned_with_one(tmp_path: Path) -> None:
     assert tokens.exit_code == 2 and "give rows, --global-batch" in tokens.stderr
     other = piper("plan", "llama3-8b", "--global-batch", 8, "--model", config)
     assert other.exit_code == 2 and "llama3-8b is no job of another system" in other.stderr
+
+
+@pytest.mark.parametrize("option", ["--length", "--global-batch", "--model"])
+def test_a_job_that_says_its_sizes_refuses_others(option: str, tmp_path: Path) -> None:
+    value = written(tmp_path, LLAMA) if option == "--model" else 16
+    source = [f"megatron:{DENSE}", "--gpus", 8, "--out", tmp_path / "runs", option, value]
+    done = piper("plan", *source, "--trials", 1, "--workers", 0)
+    assert done.exit_code == 2 and f"{option}: a job of megatron says" in done.stderr, done.output
+    tokens = piper("plan", f"megatron:{DENSE}", "--tokens-per-step", "1M")
+    assert tokens.exit_code == 2 and "by --set" in tokens.stderr

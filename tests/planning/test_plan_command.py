@@ -24,10 +24,12 @@ from piper.planning.answers import (
     row_warnings,
     structures,
 )
+from piper.planning.failures import failure
 from piper.planning.goodput import Failures
 from piper.planning.sources import StepSize, count, understand
 from piper.planning.written import PLANNED
 from piper_ir.ground.errors import JobError
+from piper_ir.study.study import Row
 from piper_simulator import Device, load_cluster, simulate
 from tests.helpers.cases import each_case
 from tests.planning.test_config_files import GPT2, LLAMA, written
@@ -117,6 +119,12 @@ def test_a_step_has_as_many_tokens_as_are_asked_for() -> None:
     assert StepSize(tokens_per_step=4_000_000).global_batch(8192) == 512, "a power of two is near"
     assert StepSize(tokens_per_step=3_000_000).global_batch(8192) == 366
     assert StepSize(rows=7).global_batch(8192) == 7
+    assert not StepSize(tokens_per_step=8_200).warnings(8192)
+    (one,) = StepSize(tokens_per_step=5_000).warnings(8192)
+    assert (
+        one
+        == "--tokens-per-step 5,000: a step is 1 row of 8,192 tokens, 8,192; one row is the least"
+    )
     assert [count(text, "--tokens") for text in ("8192", "4M", "1.5T")] == [
         8192,
         4_000_000,
@@ -149,6 +157,16 @@ def test_a_source_that_says_too_little_is_one_message(
         (["llama3-8b", "--global-batch", 8, "--cluster", "cpu-local"], "a plan is for a cluster"),
         (["llama3-8b", "--global-batch", 8, "--cluster", "h100x8*"], "h100x8*"),
         (["own.py", "--length", 8], "leave --length"),
+        (["", "--global-batch", 8], "an empty text: there is no such preset"),
+        (
+            ["llama3-8b", "--tokens-per-step", 4_000],
+            "a row has 8,192 tokens, and one row is the least",
+        ),
+        (["llama3-8b", "--global-batch", 8, "--price", 2], "give its tokens, such as --tokens 15T"),
+        (
+            ["llama3-8b", "--global-batch", 8, "--restart-s", 2],
+            "--restart-s: it counts where devices fail",
+        ),
     ],
 )
 def test_bad_input_at_the_command_line_has_exit_code_2(
@@ -166,6 +184,11 @@ def test_learned_positions_bound_the_length(tmp_path: Path) -> None:
     assert understand(source, StepSize(64, rows=8)).job.tokens_per_row == 64
     with pytest.raises(JobError, match="--length 65: the model has learned positions for 64"):
         understand(source, StepSize(65, rows=8))
+    rotary = str(written(tmp_path, LLAMA))
+    longest = understand(rotary, StepSize(rows=8)).job.tokens_per_row
+    assert longest is not None and not understand(rotary, StepSize(longest, rows=8)).warnings
+    (beyond,) = understand(rotary, StepSize(longest + 1, rows=8)).warnings
+    assert "positions are not scaled" in beyond
 
 
 NEIGHBOURED = """
@@ -274,10 +297,21 @@ def test_where_nothing_fits_the_nearest_is_named(
     monkeypatch.setattr(planning, "cluster_named", lambda name: small)
     source = written(tmp_path, LLAMA)
     done = command(source, "--cluster", "small", *SMALL, "--out", tmp_path)
-    assert done.exit_code == 2 and "DOES NOT FIT" in done.stdout and "smallest" in done.stdout
+    assert done.exit_code == 2 and "memory_limit" not in done.stdout
+    *_, last = done.stdout.splitlines()
+    assert "DOES NOT FIT: the nearest of " in last and "devices of this kind" in last
     (folder,) = tmp_path.glob("plan-*")
+    assert str(folder) in done.stderr
+    shown = CliRunner().invoke(cli.app, ["report", str(folder)])
+    assert shown.exit_code == 0 and "nothing was planned" in shown.stdout, shown.output
     assert (folder / "study.json").is_file() and not (folder / PLANNED).exists()
     asked = answer(
         understand(str(source), StepSize(64, rows=16)).job, small, TrainingBudget(), trials=1
     )
     assert not asked.strategies and asked.best is None and not list(structures(asked.study))
+
+
+def test_a_batch_that_no_layout_divides_is_told_the_way_out() -> None:
+    rows = tuple(Row(k, "rejected", {}, reason="5 rows", kind="skipped") for k in range(3))
+    text = failure(rows, load_cluster("h100x8"), 5, "")
+    assert "no layout divides 5 rows among 8 devices (5 rows)" in text and "such as 8, or" in text

@@ -248,9 +248,9 @@ def test_meshes_that_do_not_fit(tmp_path: Path, sizes: dict[str, int], words: st
     [
         ({"sizes": None}, "--model"),
         ({"length": None}, "--length"),
-        ({"sets": ()}, "--rows N"),
+        ({"sets": ()}, "--global-batch N"),
         ({"devices": 8}, "num_processes=16"),
-        ({"rows": 17}, "--rows 17"),
+        ({"rows": 17}, "--global-batch 17"),
     ],
 )
 def test_what_the_file_does_not_say(tmp_path: Path, others: dict[str, Any], words: str) -> None:

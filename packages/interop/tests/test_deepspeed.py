@@ -85,9 +85,9 @@ def test_any_two_numbers_give_the_third(options: dict[str, int], batch: tuple[in
     [
         ({"train_batch_size": 65, "train_micro_batch_size_per_gpu": 2}, None, "65 rows"),
         ({"train_batch_size": 4}, None, "4 rows of a step are not 0"),
-        ({"gradient_accumulation_steps": 2}, None, "give --rows"),
+        ({"gradient_accumulation_steps": 2}, None, "give --global-batch"),
         ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}, 64, "64 rows"),
-        ({"train_batch_size": 64}, 32, "leave --rows out"),
+        ({"train_batch_size": 64}, 32, "leave --global-batch out"),
     ],
 )
 def test_a_batch_that_does_not_divide_is_refused(

@@ -188,7 +188,7 @@ def test_yaml_that_is_refused(tmp_path: Path, text: str, complaint: str) -> None
 def test_no_source() -> None:
     from piper_interop import Asked, import_job
 
-    with pytest.raises(JobError, match="no file that can be read"):
+    with pytest.raises(JobError, match="there is no such file; it is no text of options"):
         import_job("megatron", "nowhere.sh", Asked())
 
 

@@ -10,10 +10,11 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from piper.models.config_parts import ACTIVATION_FIELDS, ACTIVATIONS, ConfigRow, Unsaid
+from piper.models.config_parts import ACTIVATION_FIELDS, ACTIVATIONS, ConfigRow, Unsaid, count
 from piper.models.config_rows import OTHERS, ROWS
 from piper.models.decoder import DecoderConfig
 from piper.models.decoder_config import Experts, Latent
@@ -71,6 +72,10 @@ _READ = frozenset({
     "use_sliding_window", "max_window_layers", "layer_types", "sliding_window_pattern",
 })  # fmt: skip
 """The fields that count in more than one type."""
+SCALED = frozenset(
+    {"linear", "dynamic", "yarn", "longrope", "su", "llama3", "mrope", "proportional"}
+)
+"""The ways in which published models scale rotary positions."""
 _OPTIONAL = {"kv_heads", "head_dim", "rotary_part", "latent.q_rank", "logit_cap", "eps"}
 """The fields of a DecoderConfig that have a default if a file leaves them out."""
 _FROM_ZERO = {"dense_layers", "experts.shared_hidden", "mtp"}
@@ -171,7 +176,9 @@ def _check_all(row: ConfigRow, fields: Mapping[str, Any]) -> None:
     if unread := sorted(
         name for name, value in fields.items() if name not in known and value is not None
     ):
-        raise Unsaid(f"unknown fields: {', '.join(unread)}")
+        near = {name: get_close_matches(name, known - fields.keys(), 1, 0.85) for name in unread}
+        texts = (f"{n} ({near[n][0]}?)" if near[n] else n for n in unread)
+        raise Unsaid(f"unknown fields: {', '.join(texts)}")
 
 
 def _kept_in_fewer_bits(quantized: object) -> bool:
@@ -224,10 +231,16 @@ def _window(row: ConfigRow, fields: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if not row.window:
         raise Unsaid(f"sliding_window={window!r}")
-    if row.window == "asked" and fields.get("max_window_layers", 28) not in (0, None):
-        raise Unsaid(
-            f"max_window_layers={fields.get('max_window_layers', 28)!r} with use_sliding_window"
-        )
+    if row.window == "asked" and not fields.get("layer_types"):
+        first = fields.get("max_window_layers", 28)
+        if (
+            "qwen" in fields["model_type"]
+            and count(fields, "max_window_layers", 28) >= fields["num_hidden_layers"]
+        ):
+            return {}  # layers have a window from that one on
+        if first not in (0, None):
+            own = "" if "max_window_layers" in fields else ", its default,"
+            raise Unsaid(f"max_window_layers={first!r}{own} with use_sliding_window")
     every = _every(row, fields) if row.window == "typed" or fields.get("layer_types") else 1
     return {"window": window, "window_every": every} if every else {}
 
@@ -265,8 +278,26 @@ def _notes(row: ConfigRow, fields: Mapping[str, Any]) -> Iterator[str]:
         for name, how in NEAREST.items()
         if fields.get(name) and name not in row.sizes.values()
     )
+    yield from _scaled(fields)
     if fields.get("quantization_config") is not None:
         yield "quantization_config: weights have the precision of the job"
+
+
+def _scaled(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a note for positions that the published model scales."""
+    for name in ("rope_scaling", "rope_parameters"):
+        found = fields.get(name)
+        parts = [found, *found.values()] if isinstance(found, Mapping) else []
+        kinds = [p.get("rope_type", p.get("type")) for p in parts if isinstance(p, Mapping)]
+        if scaled := sorted({str(kind) for kind in kinds if kind not in (None, "default")}):
+            strange = "".join(
+                f", a type that is not known ({k})" for k in scaled if k not in SCALED
+            )
+            yield (
+                f"{name} ({', '.join(scaled)}{strange}): positions are not scaled: time and memory are the same, but "
+                f"planned.py trains another model than the published one"
+            )
+            return
 
 
 def _check_kind(file: Path, name: str, value: Any, size: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from piper.planning.answers import Answer, PlannedStrategy
 from piper.planning.sources import PlanSource
-from piper_ir.tools import size_text, time_text
+from piper_ir.tools import count_text, size_text, time_text
 from piper_report import Table
 
 COLUMNS = ("", "mesh", "schedule", "s/step", "tokens/s/device", "MFU", "device", "most of it")
@@ -22,11 +22,21 @@ def table(source: PlanSource, answer: Answer, cluster: str) -> Table:
     columns = (*COLUMNS, *asked)
     rows = tuple(_cells(k, one, asked) for k, one in enumerate(every, 1))
     return Table(
-        f"{source.name} on {cluster}: {len(answer.strategies)} strategies that differ in structure",
+        f"{source.name} on {cluster}: {_counted(len(answer.strategies))}",
         columns,
         rows,
         tuple(_notes(source, answer)),
     )
+
+
+def failure_text(source: PlanSource, answer: Answer, cluster: str) -> str:
+    """Return why no strategy fits, with the notes, for an answer that has no rows for a table."""
+    return "\n".join((f"{source.name} on {cluster}: {_counted(0)}", *_notes(source, answer)))
+
+
+def _counted(strategies: int) -> str:
+    several = "strategies that differ in structure"
+    return count_text(strategies, "strategy", several) if strategies else "no strategy"
 
 
 def numbers(source: PlanSource, answer: Answer, cluster: str) -> dict[str, Any]:
@@ -42,7 +52,11 @@ def numbers(source: PlanSource, answer: Answer, cluster: str) -> dict[str, Any]:
             "notes": list(source.notes),
         },
         "strategies": [one.as_dict() for one in answer.strategies],
-        "warnings": list(answer.warnings),
+        "warnings": [
+            *(f"as nearest: {n}" for n in source.notes),
+            *source.warnings,
+            *answer.warnings,
+        ],
         **more,
     }
 
@@ -73,8 +87,7 @@ def _text(number: float | None, form: str) -> str:
 def _notes(source: PlanSource, answer: Answer) -> Iterator[str]:
     yield from (f"as nearest: {note}" for note in source.notes)
     if answer.failure:
-        yield f"DOES NOT FIT: {answer.failure}"
-        yield "to plan it here: more devices, devices with more memory, or a batch that divides among them"
+        yield answer.failure
     if len(answer.strategies) > 1:
         first, second = answer.strategies[:2]
         gap = second.period_s / first.period_s - 1
@@ -88,7 +101,7 @@ def _notes(source: PlanSource, answer: Answer) -> Iterator[str]:
         change = answer.own.period_s / answer.strategies[0].period_s - 1
         fits = "" if answer.own.fits else ", and does not fit"
         yield f"yours takes {abs(change):.1%} {'more' if change > 0 else 'less'} time per step than the first{fits}"
-    yield from (f"warning: {text}" for text in answer.warnings)
+    yield from (f"warning: {text}" for text in (*source.warnings, *answer.warnings))
     if answer.study.interrupted:
         yield "warning: interrupted; these are the strategies until then"
 

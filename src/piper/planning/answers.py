@@ -12,6 +12,7 @@ from piper.api.problems.spaces import StrategySpace, space
 from piper.api.problems.tuning_problem import Conditions
 from piper.api.problems.variant_search import variant_search
 from piper.api.problems.variants import PlanVariant, VariantChoices, said_by
+from piper.planning.failures import failure
 from piper.planning.goodput import Failures, goodput, saved_bytes
 from piper.views.strategy_facts import facts_of
 from piper_autotune import NothingFoundError, SearchProgress, Study, tune
@@ -109,7 +110,7 @@ class Answer:
         strategies: that fit and differ in structure.
         own: the strategy of the user's file, if it has one.
         study: the search.
-        failure: why nothing fits, with the nearest that does; "" if something fits.
+        failure: why nothing fits, and what would; "" if something fits.
         warnings: the assumptions of the predictions, each with its rows of the table unless it is about all rows.
         space: that was searched.
         best: the first strategy, compiled; None if nothing fits.
@@ -149,7 +150,7 @@ def answer(
         max((d.pieces for d in own.directives if isinstance(d, shard)), default=1) if own else 1
     )
     more_pieces: dict[str, Any] = {"pieces": pieces} if pieces > 1 else {}
-    failure, searched = "", space(job, cluster, **(tried or {}), **more_pieces)
+    why, searched = "", space(job, cluster, **(tried or {}), **more_pieces)
     predict = _Predictor(job, cluster, budget, searched.variants, options or Options())
     mine = None if own is None else predict.own(own)
     try:
@@ -167,7 +168,8 @@ def answer(
             **more,
         )
     except NothingFoundError as e:
-        study, failure = e.study, str(e)
+        study = e.study
+        why = failure(study.rows, cluster, job.global_batch, str(e))
     ranked: list[PlannedStrategy] = []
     try:
         with working("simulating the best with contention"):
@@ -178,7 +180,7 @@ def answer(
     fitting = sorted((one for one in ranked if one.fits), key=lambda one: one.period_s)
     best, simulation = predict.made[id(fitting[0].strategy)] if fitting else (None, None)
     warned = row_warnings(predict.warnings, [*fitting, *([mine] if mine is not None else [])])
-    return Answer(tuple(fitting), mine, study, failure, warned, searched, best, simulation)
+    return Answer(tuple(fitting), mine, study, why, warned, searched, best, simulation)
 
 
 def row_warnings(

@@ -16,6 +16,7 @@ from piper.planning.foreign import foreign_job
 from piper_compiler import Options
 from piper_interop import SYSTEMS, Asked, job_lines
 from piper_ir.ground.errors import JobError
+from piper_ir.tools import count_text
 
 if TYPE_CHECKING:
     from piper_compiler import Strategy
@@ -48,9 +49,23 @@ class StepSize:
         if self.rows is not None:
             return self.rows
         assert self.tokens_per_step is not None
+        if 2 * self.tokens_per_step < length:
+            raise JobError(
+                f"--tokens-per-step {self.tokens_per_step:,}: a row has {length:,} tokens, and one row is the least of a "
+                f"step; give a smaller --length, or more tokens"
+            )
         near = max(1, round(self.tokens_per_step / length))
         power = 2 ** round(math.log2(near))  # which more layouts divide
         return power if abs(power / near - 1) <= 0.05 else near
+
+    def warnings(self, length: int) -> tuple[str, ...]:
+        """Return a sentence if the tokens of a step are more than 1 % off those that are asked for."""
+        asked, rows = self.tokens_per_step, self.global_batch(length)
+        if asked is None or abs(rows * length / asked - 1) <= 0.01:
+            return ()
+        least = "; one row is the least" if rows == 1 else ""
+        step = f"{count_text(rows, 'row')} of {length:,} tokens, {rows * length:,}"
+        return (f"--tokens-per-step {asked:,}: a step is {step}{least}",)
 
 
 @dataclass(frozen=True)
@@ -66,6 +81,7 @@ class PlanSource:
         strategy: the file's own strategy, if it has one.
         config: the sizes of the model; None for one of a FILE.py.
         options: how the file's own strategy is compiled.
+        warnings: where the step or the rows are not as asked for, or not as the model's own.
     """
 
     name: str
@@ -76,6 +92,7 @@ class PlanSource:
     strategy: Strategy | None = None
     config: models.DecoderConfig | None = None
     options: Options = field(default_factory=Options)
+    warnings: tuple[str, ...] = ()
 
 
 def count(text: str, flag: str) -> int:
@@ -98,10 +115,11 @@ def understand(text: str, wanted: StepSize) -> PlanSource:
     if text in PRESETS:
         return _preset(text, wanted)
     path = Path(text)
-    if path.exists():
+    if text.strip() and path.exists():
         return _config(path, wanted)
+    shown = text if text.strip() else "an empty text"
     raise JobError(
-        f"{text}: there is no such preset or file; accepted are {', '.join(PRESETS)}, a {CONFIG} of Hugging Face or "
+        f"{shown}: there is no such preset or file; accepted are {', '.join(PRESETS)}, a {CONFIG} of Hugging Face or "
         f"its folder, and a FILE.py that defines `job`"
     )
 
@@ -112,7 +130,14 @@ def _preset(name: str, wanted: StepSize) -> PlanSource:
     rows = wanted.global_batch(length)
     job = models.job(name, global_batch=rows, length=length)
     line = f"job = piper.models.job({name!r}, global_batch={rows}, length={length})"
-    return PlanSource(name, job, _facts(config, rows, length), (line,), config=config)
+    return PlanSource(
+        name,
+        job,
+        _facts(config, rows, length),
+        (line,),
+        config=config,
+        warnings=_warnings(config, wanted, length),
+    )
 
 
 def _config(path: Path, wanted: StepSize) -> PlanSource:
@@ -133,7 +158,13 @@ def _config(path: Path, wanted: StepSize) -> PlanSource:
         f"job = piper.models.job(sizes, global_batch={rows}, length={length})",
     )
     return PlanSource(
-        name, job, _facts(config, rows, length), lines, described.notes, config=config
+        name,
+        job,
+        _facts(config, rows, length),
+        lines,
+        described.notes,
+        config=config,
+        warnings=_warnings(config, wanted, length),
     )
 
 
@@ -144,12 +175,22 @@ def _library(file: Path, name: str, described: Described, wanted: StepSize) -> P
     job = library_job(file, global_batch=rows, length=length)
     line = f"job = library_job({str(file.resolve())!r}, global_batch={rows}, length={length})"
     facts = (
-        f"a {described.type} of transformers; {rows} rows of {length:,} tokens per step ({rows * length:,}); "
+        f"a {described.type} of transformers; {count_text(rows, 'row')} of {length:,} tokens per step ({rows * length:,}); "
         f"bfloat16 over float32, AdamW"
     )
     note = f"no description says a {described.type} ({described.missing}): its class of transformers is captured"
     lines = ("from piper.models.library import library_job", "", line)
-    return PlanSource(name, job, facts, lines, (note,))
+    return PlanSource(name, job, facts, lines, (note,), warnings=wanted.warnings(length))
+
+
+def _warnings(config: models.DecoderConfig, wanted: StepSize, length: int) -> tuple[str, ...]:
+    """Return the sentences about a step of other tokens than asked for, and about rows beyond the model's positions."""
+    beyond = config.positions == "rotary" and length > config.length
+    text = (
+        f"--length {length:,}: the model has rotary positions for {config.length:,} tokens; time and memory are those of "
+        f"longer rows, whose positions are not scaled"
+    )
+    return (*wanted.warnings(length), *([text] if beyond else []))
 
 
 def _length(config: models.DecoderConfig, wanted: StepSize) -> int:
@@ -163,9 +204,10 @@ def _length(config: models.DecoderConfig, wanted: StepSize) -> int:
 
 
 def _unsaid(path: Path, described: Described) -> JobError:
+    library = "" if has_library() else " (it is not here)"
     return JobError(
-        f"{path}: no description says a {described.type} ({described.missing}); where transformers is installed its class "
-        f"is taken instead, unless weights are quantised, or write a FILE.py whose `job` is yours (docs/models.md)"
+        f"{path}: no description says a {described.type} ({described.missing}); where transformers is installed{library} "
+        f"its class is taken instead, unless weights are quantised, or write a FILE.py whose `job` is yours (docs/models.md)"
     )
 
 
@@ -187,7 +229,7 @@ def of_system(text: str, asked: Asked) -> PlanSource:
 def job_facts(job: Job) -> str:
     """Return the rows, tokens and precision of a job in words."""
     tokens = "" if job.tokens_per_row is None else f" of {job.tokens_per_row:,} tokens"
-    return f"{job.global_batch} rows{tokens} per step, {_precision(job)}"
+    return f"{count_text(job.global_batch, 'row')}{tokens} per step, {_precision(job)}"
 
 
 def of_file(path: Path, job: Job, strategy: Strategy | None, wanted: StepSize) -> PlanSource:
@@ -212,7 +254,7 @@ def _facts(config: models.DecoderConfig, rows: int, length: int) -> str:
     mixture = f", {config.experts.number} experts" if config.experts is not None else ""
     return (
         f"a decoder of {size} parameters, {config.layers} layers{mixture}; "
-        f"{rows} rows of {length:,} tokens per step ({rows * length:,}); bfloat16 over float32, AdamW"
+        f"{count_text(rows, 'row')} of {length:,} tokens per step ({rows * length:,}); bfloat16 over float32, AdamW"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import wrap
 
 from piper.api.ground.results import save_plan, writing
 from piper.api.problems.job_space import KnownChoices
@@ -44,6 +45,12 @@ def text(source: PlanSource, strategy: Strategy, space: StrategySpace, cluster: 
         f'"""{source.name} on {cluster}, planned by `piper plan`: {source.facts}'
         f"{variant.text(space.variants)}.",
         "",
+        *(
+            line
+            for note in (*source.notes, *source.warnings)
+            for line in wrap(f"As nearest: {note}.", 118)
+        ),
+        *([""] if source.notes or source.warnings else []),
         f"piper simulate {PLANNED} --cluster '{cluster}'; piper verify, run and explain take it, too.",
         '"""',
         "",

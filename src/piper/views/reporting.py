@@ -31,6 +31,8 @@ def report(
     for table in (written.headline, written.experts):
         if table is not None:
             show(table)
+    if not written.figures and written.headline is None:
+        print(f"nothing was planned or run in {folder}, so that there is nothing to draw")
     print(
         f"the report is {written.html}, with {len(written.figures)} figures (PNG) and {len(written.tables)} tables (CSV) "
         f"beside it"

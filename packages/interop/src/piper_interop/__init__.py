@@ -50,6 +50,7 @@ def import_job(name: str, source: str, asked: Asked) -> Imported:
             f"--as {unknown[0]}: {name} has no such stand-in; "
             + (f"accepted are {', '.join(of.stand_ins)}" if of.stand_ins else "it has none")
         )
+    of.check_asked(asked)
     foreign = of.read(source, asked)
     return Imported(foreign, *of.described(foreign, asked))
 

@@ -16,7 +16,7 @@ from piper.planning.foreign import ForeignJob, foreign_job, sizes_of
 from piper.planning.sources import job_facts
 from piper_interop import Asked, Judgement
 from piper_ir.ground.errors import ClusterError, JobError
-from piper_ir.tools import size_text, time_text, working, write_whole
+from piper_ir.tools import count_text, size_text, time_text, working, write_whole
 from piper_simulator import Simulation
 
 DOES_NOT_FIT = 2
@@ -94,7 +94,7 @@ def _layout(foreign: ForeignJob) -> str:
     from piper.views.strategy_facts import facts_of
 
     facts = facts_of(foreign.strategy, foreign.imported.described.global_batch)
-    rows = "" if facts.rows is None else f", {facts.rows} rows per microbatch"
+    rows = "" if facts.rows is None else f", {count_text(facts.rows, 'row')} per microbatch"
     return f"{facts.mesh}: {facts.schedule}{rows}"
 
 

@@ -16,7 +16,7 @@ from piper.cli.arguments import PlanArguments
 from piper.cli.interrupts import INTERRUPTED
 from piper.cli.loading import load_job
 from piper.cli.variant_options import tried_variants
-from piper.planning.answer_text import numbers, table
+from piper.planning.answer_text import failure_text, numbers, table
 from piper.planning.answers import TrainingBudget, answer
 from piper.planning.goodput import Failures
 from piper.planning.rehearsal import rehearse
@@ -33,6 +33,7 @@ from piper.planning.written import write
 from piper.views.display import show
 from piper.views.reporting import report_at_end
 from piper.views.study_view import bar
+from piper_interop import system
 from piper_ir.ground.errors import JobError
 from piper_ir.tools import working
 from piper_simulator import CPU
@@ -50,6 +51,7 @@ def planned(arguments: PlanArguments) -> int:
         raise JobError(f"--cluster {CPU}: a plan is for a cluster, such as h100x8 or 'h100x8*16'")
     if not isfinite(a.price):
         raise JobError(f"--price {a.price}: dollars per device and hour are needed, such as 2.5")
+    _check_together(a)
     tried = tried_variants(a.kernels, a.precision, a.cuda_graph)
     name = _cluster_name(a)
     cluster = cluster_named(name)
@@ -85,7 +87,10 @@ def planned(arguments: PlanArguments) -> int:
         told = {} if rehearsal is None else {"rehearsal": rehearsal.as_dict()}
         print(json.dumps({**numbers(source, found, name), **told}))
     else:
-        show(table(source, found, name))
+        if found.strategies or found.own is not None:
+            show(table(source, found, name))
+        else:
+            print(failure_text(source, found, name))
         if rehearsal is not None:
             print(rehearsal.text())
     if folder is not None:
@@ -95,11 +100,30 @@ def planned(arguments: PlanArguments) -> int:
             print(f"written: {write(folder, source, found, name)}", file=sys.stderr)
             save_prediction(folder, found.simulation, found.best.plan)
             report_at_end(folder, found.best.plan)
+        else:
+            print(f"written: {folder}, the candidates with the reason of each", file=sys.stderr)
     if found.study.interrupted:
         return INTERRUPTED
     if rehearsal is not None and not rehearsal.equal:
         return DIFFERS
     return 0 if found.strategies else NOTHING_FITS
+
+
+def _check_together(a: PlanArguments) -> None:
+    """Raise JobError for an option that has no effect without another one."""
+    if a.price and a.tokens is None:
+        raise JobError(
+            "--price: dollars are of a whole training; give its tokens, such as --tokens 15T"
+        )
+    usual = PlanArguments(source=a.source)
+    for flag, value, own in (
+        ("--checkpoint-rate", a.checkpoint_rate, usual.checkpoint_rate),
+        ("--restart-s", a.restart_s, usual.restart_s),
+    ):
+        if a.mtbf is None and value != own:
+            raise JobError(
+                f"{flag}: it counts where devices fail; give --mtbf, the hours between failures"
+            )
 
 
 def _failures(a: PlanArguments) -> Failures | None:
@@ -136,8 +160,14 @@ def _source(a: PlanArguments, devices: int) -> PlanSource:
     wanted = StepSize(a.length, per_step, a.global_batch)
     if is_foreign(a.source):
         if a.tokens_per_step is not None:
+            complete = system(a.source.partition(":")[0]).complete
             raise JobError(
-                f"--tokens-per-step: {a.source} says how large a step is; to change it give rows, --global-batch"
+                f"--tokens-per-step: {a.source} says how large a step is; to change it give "
+                + (
+                    "the rows of the system's own option, by --set"
+                    if complete
+                    else "rows, --global-batch"
+                )
             )
         return of_system(a.source, asked_of(a, devices))
     of_systems = {

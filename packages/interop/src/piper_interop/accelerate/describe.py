@@ -320,7 +320,7 @@ def _rows(foreign: Foreign, asked: Asked, replicas: int) -> tuple[int, int]:
     count: Any = foreign.get(f"{ARGUMENTS}gradient_accumulation_steps")
     if rows is None and asked.rows is None:
         raise JobError(
-            f"{foreign.source} does not say the rows of a step; give --rows N, or --set per_device_train_batch_size=N"
+            f"{foreign.source} does not say the rows of a step; give --global-batch N, or --set per_device_train_batch_size=N"
         )
     if rows is None:
         count = count or 1
@@ -329,7 +329,7 @@ def _rows(foreign: Foreign, asked: Asked, replicas: int) -> tuple[int, int]:
         count = max(1, (asked.rows or 0) // (replicas * rows))
     if asked.rows not in (None, rows * count * replicas) or not rows:
         raise JobError(
-            f"{foreign.source}: --rows {asked.rows} are not {rows} rows x {count} microbatches x {replicas} replicas"
+            f"{foreign.source}: --global-batch {asked.rows} are not {rows} rows x {count} microbatches x {replicas} replicas"
         )
     return rows, count
 
@@ -404,7 +404,7 @@ def _origins(foreign: Foreign) -> dict[str, str]:
     devices = "num_processes" if foreign.get("num_processes", -1) > 0 else "--gpus"
     return {
         "sizes": "--model",
-        "job": ", ".join(arguments) or "--rows",
+        "job": ", ".join(arguments) or "--global-batch",
         "mesh": ", ".join([devices, *mesh]),
         "recompute": "activation or gradient checkpointing",
         "dp": f"{'FSDP' if _is_fsdp(foreign) else 'DDP'}",

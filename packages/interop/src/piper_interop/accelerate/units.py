@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from piper_interop.neutral.described import ModelSizes
+from piper_interop.neutral.described import USUAL_SIZES, ModelSizes
 
 MIB = 2**20
 
@@ -52,7 +52,8 @@ def _feed_forward(sizes: ModelSizes) -> int:
 def whole(sizes: ModelSizes) -> int:
     """Return the parameters of the model: its layers, its embedding, and its head."""
     fields = sizes.fields
-    ends = fields["vocab"] * fields["width"] * (1 if fields.get("tied") else 2)
+    vocab = fields.get("vocab", USUAL_SIZES["vocab"])
+    ends = vocab * fields["width"] * (1 if fields.get("tied") else 2)
     return int(fields["layers"] * layer_parameters(sizes) + ends)
 
 

@@ -100,8 +100,8 @@ def batch_of(foreign: Foreign, asked: Asked, world: int) -> BatchSizes:
     count: int | None = foreign.get("gradient_accumulation_steps")
     if step is None and rows is None:
         raise JobError(
-            f"{foreign.source}: neither train_batch_size nor train_micro_batch_size_per_gpu is there; give --rows, the "
-            "rows of a step"
+            f"{foreign.source}: neither train_batch_size nor train_micro_batch_size_per_gpu is there; give "
+            "--global-batch, the rows of a step"
         )
     if step is not None and rows is not None and count is None:
         count = step // (rows * world)
@@ -118,7 +118,7 @@ def batch_of(foreign: Foreign, asked: Asked, world: int) -> BatchSizes:
         )
     if asked.rows not in (None, step):
         raise JobError(
-            f"{foreign.source} says {step} rows of a step, and --rows {asked.rows}; leave --rows out"
+            f"{foreign.source} says {step} rows of a step, and --global-batch {asked.rows}; leave --global-batch out"
         )
     return BatchSizes(step, rows, count)
 
@@ -309,7 +309,7 @@ def _origins(foreign: Foreign) -> dict[str, str]:
             )
             if name in foreign.values
         )
-        or "--rows",
+        or "--global-batch",
         "mesh": "--gpus, tensor_parallel.autotp_size, sequence_parallel_size",
         "tp": "tensor_parallel.autotp_size",
         "cp": "sequence_parallel_size",

@@ -6,7 +6,7 @@ from typing import Any
 
 from piper_interop.megatron.exported import WrittenOptions
 from piper_interop.megatron.sizes import DEFAULTS, EXPERT_DEFAULTS, encoder_fields
-from piper_interop.neutral.described import ModelSizes
+from piper_interop.neutral.described import USUAL_SIZES, ModelSizes
 
 _ACTIVATIONS = {
     ("silu", True): "swiglu",
@@ -17,7 +17,7 @@ _ACTIVATIONS = {
 }
 _ELSEWHERE: dict[str, Any] = {
     "norm_bias": True, "embedding_norm": False, "norms": "before", "parallel": False,
-    "qk_norm_over": "head",
+    "qk_norm_over": "head", "logit_cap": None,
 }  # fmt: skip
 """The fields that Megatron's models have at one value alone."""
 
@@ -31,7 +31,7 @@ def write_sizes(sizes: ModelSizes, length: int, tp: int, options: WrittenOptions
         tp: devices that share each layer, of which the vocabulary is a multiple.
         options: that are added to.
     """
-    fields = DEFAULTS | {"parallel_norms": 1} | dict(sizes.fields)
+    fields = DEFAULTS | USUAL_SIZES | {"parallel_norms": 1} | dict(sizes.fields)
     for name, only in _ELSEWHERE.items():
         if fields.get(name, only) != only:
             options.refuse(f"{name}={fields[name]!r}", f"{name}={only!r}")

@@ -15,4 +15,5 @@ SYSTEM = System(
     describe=describe,
     export=export,
     stand_ins=STAND_INS,
+    complete=True,
 )

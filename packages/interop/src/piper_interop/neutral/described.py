@@ -68,6 +68,10 @@ def _taken(axes: Mapping[str, int], devices: int) -> tuple[tuple[str, ...], int]
     return tuple(taken), devices
 
 
+USUAL_SIZES = {"vocab": 128_256, "length": 8_192}
+"""The defaults of sizes in `piper.models.DecoderConfig`, which ModelSizes leaves out."""
+
+
 @dataclass(frozen=True)
 class ModelSizes:
     """Hold the sizes of a decoder: the fields of `piper.models.DecoderConfig` that are not at their defaults.

@@ -13,6 +13,7 @@ from typing import Any
 
 from piper_interop.neutral.foreign import Foreign
 from piper_ir.ground.errors import JobError
+from piper_ir.tools import count_text
 
 SAYS_NOTHING: tuple[Any, ...] = (None, False, 0, "", [], (), {})
 """The values with which an option asks for nothing, unless its row lists others."""
@@ -207,7 +208,9 @@ def _complaint(
     unknown: tuple[OptionVerdict, ...],
     refused: tuple[OptionVerdict, ...],
 ) -> str:
-    lines = [f"{foreign.source}: {len(unknown) + len(refused)} options of this job stop its import"]
+    count = len(unknown) + len(refused)
+    options, stop = count_text(count, "option"), "stops" if count == 1 else "stop"
+    lines = [f"{foreign.source}: {options} of this job {stop} its import"]
     lines += [
         f"  {line.text}: no such option of {foreign.system} is known here"
         f"{_near(table, line.option)}; mend its name, or give --skip-unknown"

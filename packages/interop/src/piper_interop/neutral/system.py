@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from piper_interop.neutral.described import JobDescription, ModelSizes
 from piper_interop.neutral.foreign import Foreign
 from piper_interop.neutral.options import Judgement, OptionTable, judge
+from piper_ir.ground.errors import JobError
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class System:
         table: the rows of its options.
         describe: return the job that judged options describe; raise JobError for options that do not go together.
         stand_ins: the names that `--as` accepts, with the words about each.
+        complete: whether its files say the model, the tokens of a row and the rows of a step.
         export: return the system's files for a described job; raise JobError that names all that the system cannot do,
             with the nearest that it can. None if its files are not written yet.
     """
@@ -67,7 +69,22 @@ class System:
     table: OptionTable
     describe: Callable[[Foreign, Asked], JobDescription]
     stand_ins: dict[str, str]
+    complete: bool = False
     export: Callable[[JobDescription], Exported] | None = None
+
+    def check_asked(self, asked: Asked) -> None:
+        """Raise JobError for answers that the system's file has itself, which would be passed over."""
+        decided = {
+            "--model": asked.sizes,
+            "--length": asked.length,
+            "--global-batch": asked.rows,
+        }
+        given = [flag for flag, value in decided.items() if value is not None]
+        if self.complete and given:
+            raise JobError(
+                f"{', '.join(given)}: a job of {self.name} says its model, the tokens of a row and the rows of a step; "
+                f"change them by --set, with the options of {self.name}"
+            )
 
     def described(self, foreign: Foreign, asked: Asked) -> tuple[Judgement, JobDescription]:
         """Return the verdicts on a job's options, and the job that they describe.

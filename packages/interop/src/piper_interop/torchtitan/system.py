@@ -8,4 +8,4 @@ from piper_interop.torchtitan.export import export
 from piper_interop.torchtitan.reader import read
 from piper_interop.torchtitan.table import STAND_INS, TABLE
 
-SYSTEM = System("torchtitan", read, TABLE, describe, STAND_INS, export)
+SYSTEM = System("torchtitan", read, TABLE, describe, STAND_INS, complete=True, export=export)

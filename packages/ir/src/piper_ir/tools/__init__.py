@@ -13,7 +13,7 @@ from piper_ir.tools.machine import machine_name, usable_cores
 from piper_ir.tools.progress import clear_line, shown_while_working, working
 from piper_ir.tools.ranges import named_ranks, ranks_text
 from piper_ir.tools.ray_reason import ray_reason
-from piper_ir.tools.units import enough_text, flops_text, size_text, time_text
+from piper_ir.tools.units import count_text, enough_text, flops_text, size_text, time_text
 from piper_ir.tools.unread import unread, why_unread
 from piper_ir.tools.user_calls import PACKAGES, user_code, user_line
 
@@ -24,6 +24,7 @@ __all__ = [
     "Points",
     "check_writable",
     "clear_line",
+    "count_text",
     "enough_text",
     "flops_text",
     "log_log",

@@ -40,6 +40,11 @@ def enough_text(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
+def count_text(number: int, noun: str, several: str = "") -> str:
+    """Write a number of things with the noun in its number: "1 row", "1,000 rows"; `several` is an irregular plural."""
+    return f"{number:,} {noun if number == 1 else several or f'{noun}s'}"
+
+
 def flops_text(flops: float) -> str:
     """Return FLOPs with four digits and a decimal unit: "1.5 TFLOP", "12 FLOP"."""
     for unit, scale in _FLOPS:
