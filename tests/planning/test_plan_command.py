@@ -28,7 +28,7 @@ from piper.planning.goodput import Failures
 from piper.planning.sources import StepSize, count, understand
 from piper.planning.written import PLANNED
 from piper_ir.ground.errors import JobError
-from piper_simulator import Device, load_cluster, simulate
+from piper_simulator import Device, load_cluster, simulate, step_interval
 from tests.helpers.cases import each_case
 from tests.planning.test_config_files import GPT2, LLAMA, written
 
@@ -92,8 +92,11 @@ def test_json_is_one_object_with_the_fields_that_programs_read(tmp_path: Path) -
     said = json.loads(done.stdout)
     assert {"job", "strategies", "warnings", "own"} == said.keys()
     assert said["own"]["mesh"] == "dp=2" and said["own"]["own"]
+    seen = step_interval(1.0, load_cluster(CLUSTER))
     for one in said["strategies"]:
-        assert one["low_s"] < one["period_s"] < one["high_s"] and one["fits"]
+        share = one["high_s"] / one["period_s"]
+        assert share == pytest.approx(seen.high) and one["fits"]
+        assert one["low_s"] == pytest.approx(one["period_s"] / share)
         assert one["device_bytes"] > 0 and one["days"] is None and one["dollars"] is None
         assert one["tokens_per_s_per_device"] > 0 and 0 < one["mfu"] < 1
     periods = [one["period_s"] for one in said["strategies"]]
