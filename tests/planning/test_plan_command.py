@@ -63,7 +63,9 @@ def test_strategies_that_differ_in_structure_are_ranked(planned: tuple[Path, Any
     first, title, head, *rows = done.stdout.splitlines()
     assert "a decoder of 0M parameters, 2 layers; 16 rows of 64 tokens per step (1,024)" in first
     assert CLUSTER in title and head.split()[-3:] == ["goodput", "days", "dollars"]
+    assert "MFU: model FLOPs: 6 N + 12 L h s per token, N with all embeddings" in done.stdout
     ranked = [row for row in rows if row[:1].isdigit()]
+    assert all("CUDA context" in row or "group communicators" in row for row in ranked)
     assert len(ranked) >= 3 and "faster than the second" in done.stdout
     assert "exposed messages" in done.stdout
     assert len({tuple(row.split("  ")[1:3]) for row in ranked}) > 1
@@ -125,6 +127,9 @@ def test_a_step_has_as_many_tokens_as_are_asked_for() -> None:
         4_000_000,
         1_500_000_000_000,
     ]
+    assert {count(x, "--tokens") for x in ("1e6", "1m", "1,000,000", "1_000_000")} == {1_000_000}
+    with pytest.raises(JobError, match=r"K, M, B or G, T"):
+        count("1,5M", "--tokens")  # a comma of decimals is no comma of thousands
 
 
 @each_case(

@@ -59,7 +59,7 @@ def test_the_headline_of_a_prediction() -> None:
     assert cells(text, "peak memory, device")[-1].strip() == "3 MiB"
     assert cells(text, "durations from")[-1].strip() == "measured 75 %, formula 25 %"
     assert text.splitlines()[-2:] == [
-        "model FLOPs: 6 N + 12 L h s per token, causal attention in full",
+        "model FLOPs: 6 N + 12 L h s per token, N with all embeddings, causal attention in full",
         "warning: h100x8: not calibrated",
     ], "the hardware's is not known"
 

@@ -149,9 +149,12 @@ def test_utilisation() -> None:
     assert simulate(plan, FLAT, model_flops_per_step=300).mfu == pytest.approx(0.5)
     attention = Kernel("attention", (1, 1, 5, 5, 2), "float32", 0, 0)
     more = replace(chunk, steps={"F": replace(chunk.steps["F"], cost=Cost((kernel, attention)))})
-    assert simulate(replace(plan, chunks=(more,)), FLAT, tokens_per_row=3).mfu == pytest.approx(
-        (360 + 3 * 4 * 50) / 600
-    )
+    long = simulate(replace(plan, chunks=(more,)), FLAT, tokens_per_row=3)
+    assert long.mfu == pytest.approx((360 + 3 * 4 * 50) / 600)
+    few = simulate(replace(plan, chunks=(more,)), FLAT, tokens_per_row=1)
+    assert any("count causal attention in full" in n and "83% of them" in n for n in few.notes)
+    many = simulate(replace(plan, chunks=(more,)), FLAT, tokens_per_row=30)
+    assert any("by 6 N per token" in n for n in many.notes), "attention does not explain that"
 
 
 def test_of_experts_model_flops_count_what_a_token_visits() -> None:

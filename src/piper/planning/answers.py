@@ -19,6 +19,7 @@ from piper_compiler import Options, Strategy, replicate, shard
 from piper_ir.ground.errors import PiperError
 from piper_ir.study.study import Row
 from piper_ir.tools import size_text, working
+from piper_report import memory_line
 from piper_simulator import Cluster, Simulation, device_type, simulate
 
 if TYPE_CHECKING:
@@ -262,7 +263,7 @@ class _Predictor:
             else simulation.tokens_per_s / strategy.mesh.world,
             simulation.mfu,
             simulation.device_bytes[rank],
-            f"{owner} {size_text(held)}",
+            f"{memory_line(owner)} {size_text(held)}",
             simulation.fits,
             simulation.step_s - idle,
             min(simulation.exposed_comm_s, idle),
