@@ -241,6 +241,16 @@ def test_the_first_line_comes_before_torch_is_loaded() -> None:
     assert done.returncode and "torch" in done.stderr.partition("\n")[2]
 
 
+@each_case(("text", "says"), [("", "is no JSON"), ("[1]", "an object with model_type is needed")])
+def test_a_broken_config_is_refused_before_torch_is_loaded(
+    text: str, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    code = WITHOUT_TORCH.replace("llama3-8b", str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2 and says in done.stderr and "import of torch" not in done.stderr
+
+
 @pytest.mark.parametrize("asked", ["in the search", "among the best"])
 def test_an_interrupt_leaves_the_strategies_until_then(
     asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -487,19 +487,3 @@ def check_drawn(
         raise JobError(
             "--pp, --microbatches, --chunks and --times belong to --recipe; a file's strategy has -p NAME=VALUE"
         )
-
-
-def pairs(params: Sequence[str] | None, flag: str = "-p") -> dict[str, str]:
-    """Return `-p` options by name; raise JobError for one without a name or value, and for a name that is there twice."""
-    values: dict[str, str] = {}
-    for item in params or []:
-        name, equals, value = item.partition("=")
-        if not equals or not name:
-            raise JobError(f"{flag} {item}: NAME=VALUE is expected, e.g. {flag} microbatches=8")
-        if name in values:
-            raise JobError(
-                f"{flag} {name}={values[name]} and {flag} {item}: give {name} once; several values are compared by "
-                f"`piper simulate FILE.py -p {name}={values[name]},{value}`"
-            )
-        values[name] = value
-    return values

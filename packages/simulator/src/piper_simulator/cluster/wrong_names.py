@@ -38,7 +38,7 @@ def _spaces(name: str) -> str:
 
 
 def _place(place: str, known: Collection[str], aliases: Mapping[str, str]) -> str:
-    """Return what is wrong with the nodes of one device, such as "h100x8*4"; "" if nothing is."""
+    """Return the fault of the nodes of one device, such as "h100x8*0"; "" if there is none."""
     if place.partition(":")[0] == CPU:
         return f"{CPU} stands alone, without counts, stacks and other nodes"
     if match := _COUNTED.fullmatch(place):
@@ -78,7 +78,7 @@ def _eight(device: str, aliases: Mapping[str, str]) -> str:
 
 
 def _stack(at: str, stack: str, device: str) -> str:
-    """Return what is wrong with a stack."""
+    """Return the fault of the name of a stack."""
     if at and not stack:
         return "the name of a stack is missing behind '@'"
     if "+" in stack or "@" in stack:
