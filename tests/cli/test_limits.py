@@ -234,7 +234,9 @@ def test_a_cluster_file_that_is_nested_too_deep_is_no_cluster(recipe: Path) -> N
     fails(command("simulate", recipe, "--cluster", deep), str(deep), "not JSON")
 
 
-@pytest.mark.parametrize("limit", ["9" * 30, "9" * 400, "9" * 400 + "TiB", "0", "nan", "-1", ""])
+@pytest.mark.parametrize(
+    "limit", ["9" * 30, "9" * 400, "9" * 400 + "TiB", "20", "0", "nan", "-1", ""]
+)
 def test_a_memory_limit_is_one_that_a_device_may_have(space: Path, limit: str) -> None:
     args = ("tune", space, "--trials", 1, "--cluster", "h100x8", "--out", space.parent / "runs")
     fails(command(*args, f"--memory-limit={limit}"), "--memory-limit", "20GiB")

@@ -66,6 +66,19 @@ def test_what_is_for_one_strategy_is_refused(path: Path) -> None:
             choices({"m": text})
 
 
+def test_a_name_twice_and_a_name_that_nothing_asks_for_are_named(path: Path) -> None:
+    done = simulate(path, "-p", "pp=1", "-p", "zero=1", "-p", "zero=3")
+    assert done.exit_code == 2 and "-p zero=1 and -p zero=3: give zero once" in done.stderr
+    assert "-p zero=1,3" in done.stderr
+    done = simulate(path, "-p", "zer=1", "-p", "pp=1")
+    assert done.exit_code == 2 and "-p zer=...: the strategy has no parameter" in done.stderr
+    assert "did you mean zero? it has pp, zero" in done.stderr
+    done = simulate(path, "-p", "zero=1")
+    assert done.exit_code == 2 and "asks for 'pp'" in done.stderr, (
+        "zero, which comes later, is known"
+    )
+
+
 def test_parameters_are_all_combined() -> None:
     assert choices({"a": "1,2", "b": "x"}) == [{"a": "1", "b": "x"}, {"a": "2", "b": "x"}]
     assert choices({}) == [{}]

@@ -30,7 +30,7 @@ from piper.planning.sources import StepSize, count, understand
 from piper.planning.written import PLANNED
 from piper_ir.ground.errors import JobError
 from piper_ir.study.study import Row
-from piper_simulator import Device, load_cluster, simulate
+from piper_simulator import Device, load_cluster, simulate, step_interval
 from tests.helpers.cases import each_case
 from tests.planning.test_config_files import GPT2, LLAMA, written
 
@@ -65,7 +65,9 @@ def test_strategies_that_differ_in_structure_are_ranked(planned: tuple[Path, Any
     first, title, head, *rows = done.stdout.splitlines()
     assert "a decoder of 0M parameters, 2 layers; 16 rows of 64 tokens per step (1,024)" in first
     assert CLUSTER in title and head.split()[-3:] == ["goodput", "days", "dollars"]
+    assert "MFU: model FLOPs: 6 N + 12 L h s per token, N with all embeddings" in done.stdout
     ranked = [row for row in rows if row[:1].isdigit()]
+    assert all("CUDA context" in row or "group communicators" in row for row in ranked)
     assert len(ranked) >= 3 and "faster than the second" in done.stdout
     assert "exposed messages" in done.stdout
     assert len({tuple(row.split("  ")[1:3]) for row in ranked}) > 1
@@ -94,8 +96,11 @@ def test_json_is_one_object_with_the_fields_that_programs_read(tmp_path: Path) -
     said = json.loads(done.stdout)
     assert {"job", "strategies", "warnings", "own"} == said.keys()
     assert said["own"]["mesh"] == "dp=2" and said["own"]["own"]
+    seen = step_interval(1.0, load_cluster(CLUSTER))
     for one in said["strategies"]:
-        assert one["low_s"] < one["period_s"] < one["high_s"] and one["fits"]
+        share = one["high_s"] / one["period_s"]
+        assert share == pytest.approx(seen.high) and one["fits"]
+        assert one["low_s"] == pytest.approx(one["period_s"] / share)
         assert one["device_bytes"] > 0 and one["days"] is None and one["dollars"] is None
         assert one["tokens_per_s_per_device"] > 0 and 0 < one["mfu"] < 1
     periods = [one["period_s"] for one in said["strategies"]]
@@ -130,6 +135,9 @@ def test_a_step_has_as_many_tokens_as_are_asked_for() -> None:
         4_000_000,
         1_500_000_000_000,
     ]
+    assert {count(x, "--tokens") for x in ("1e6", "1m", "1,000,000", "1_000_000")} == {1_000_000}
+    with pytest.raises(JobError, match=r"K, M, B or G, T"):
+        count("1,5M", "--tokens")  # a comma of decimals is no comma of thousands
 
 
 @each_case(
@@ -254,6 +262,16 @@ def test_the_first_line_comes_before_torch_is_loaded() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True)
     assert done.stderr.startswith("llama3-8b: planned for h100x8\n")
     assert done.returncode and "torch" in done.stderr.partition("\n")[2]
+
+
+@each_case(("text", "says"), [("", "is no JSON"), ("[1]", "an object with model_type is needed")])
+def test_a_broken_config_is_refused_before_torch_is_loaded(
+    text: str, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    code = WITHOUT_TORCH.replace("llama3-8b", str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2 and says in done.stderr and "import of torch" not in done.stderr
 
 
 @pytest.mark.parametrize("asked", ["in the search", "among the best"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from math import isnan
@@ -239,6 +240,10 @@ def test_the_command_writes_the_table_and_says_how_well(tiny: PublishedRow, tmp_
     done = CliRunner().invoke(app, ["accuracy", str(table), "--out", str(out), "--at-most", "0.01"])
     assert done.exit_code == 1, "the step was made up"
     assert "no device 'tpu'" in done.output and "macro mean" in done.output
+    assert "b: b: " not in done.output and "1 of 2 rows refused" in done.output
+    none = ["accuracy", str(table), "--rows", "b", "--at-most", "9", "--json"]
+    refused = CliRunner().invoke(app, none)
+    assert refused.exit_code == 1 and json.loads(refused.stdout)["refused"] == 1
     scored = list(csv.DictReader(out.open()))
     assert float(scored[0]["predicted_step_s"]) > 0 and scored[1]["refused"]
     why = CliRunner().invoke(app, ["accuracy", str(table), "--why", "a"])

@@ -4,10 +4,16 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from piper_ir.ground.trace import BUSY_MACHINE, Span, Trace
-from piper_report.facts.summary import beside_table, compute_seconds, prediction_table
+from piper_report.facts.summary import (
+    beside_table,
+    compute_seconds,
+    memory_line,
+    prediction_table,
+)
 
 NO_SPANS = Trace("k", "executed", ())
 
@@ -59,9 +65,17 @@ def test_the_headline_of_a_prediction() -> None:
     assert cells(text, "peak memory, device")[-1].strip() == "3 MiB"
     assert cells(text, "durations from")[-1].strip() == "measured 75 %, formula 25 %"
     assert text.splitlines()[-2:] == [
-        "model FLOPs: 6 N + 12 L h s per token, causal attention in full",
+        "model FLOPs: 6 N + 12 L h s per token, N with all embeddings, causal attention in full",
         "warning: h100x8: not calibrated",
     ], "the hardware's is not known"
+
+
+def test_a_line_of_memory_has_the_words_of_its_documentation() -> None:
+    names = ("stack_buffers", "context", "group_communicators")
+    words = ["buffers of the software stack", "CUDA context", "group communicators"]
+    documented = Path("docs/memory.md").read_text(encoding="utf-8")
+    assert [memory_line(name) for name in names] == words
+    assert all(f"| {word} |" in documented for word in words)
 
 
 def test_predicted_beside_measured() -> None:

@@ -149,9 +149,12 @@ def test_utilisation() -> None:
     assert simulate(plan, FLAT, model_flops_per_step=300).mfu == pytest.approx(0.5)
     attention = Kernel("attention", (1, 1, 5, 5, 2), "float32", 0, 0)
     more = replace(chunk, steps={"F": replace(chunk.steps["F"], cost=Cost((kernel, attention)))})
-    assert simulate(replace(plan, chunks=(more,)), FLAT, tokens_per_row=3).mfu == pytest.approx(
-        (360 + 3 * 4 * 50) / 600
-    )
+    long = simulate(replace(plan, chunks=(more,)), FLAT, tokens_per_row=3)
+    assert long.mfu == pytest.approx((360 + 3 * 4 * 50) / 600)
+    few = simulate(replace(plan, chunks=(more,)), FLAT, tokens_per_row=1)
+    assert any("count causal attention in full" in n and "83% of them" in n for n in few.notes)
+    many = simulate(replace(plan, chunks=(more,)), FLAT, tokens_per_row=30)
+    assert any("by 6 N per token" in n for n in many.notes), "attention does not explain that"
 
 
 def test_of_experts_model_flops_count_what_a_token_visits() -> None:
@@ -203,6 +206,14 @@ def test_what_is_not_calibrated_is_in_the_summary_and_the_trace() -> None:
     assert "no FLOP/s known for int8" in guess
     assert "no software stack with constants is named" in advice and "hopper-nemo" in advice
     assert "no software" not in str(simulate(plan, "h100x8@hopper-nemo").notes)
+    priced = replace(plan, chunks=chunks)
+    elsewhere = simulate(priced, "h100x8@ampere-torch")
+    assert any("hold for a100-80g-sxm, a100-40g-sxm and not for h100" in n for n in elsewhere.notes)
+    widths = [x.interval.high / x.period_s for x in (s, elsewhere) if x.interval is not None]
+    assert widths == [pytest.approx(1.45)] * 2, "constants of another device narrow nothing"
+    narrow = simulate(priced, "a100x8@ampere-torch")
+    assert narrow.interval is not None and narrow.interval.stack == "ampere-torch"
+    assert not any("hold for" in n for n in narrow.notes)
     assert s.trace.notes == {"cluster": "h100-80g-sxm:8", "warnings": f"{constants}; {guess}"}
     assert simulate(plan, changed(FLAT, notes="")).notes == ()
 

@@ -37,7 +37,11 @@ CaseOption = Annotated[
 ]
 AtMostOption = Annotated[
     float | None,
-    typer.Option(min=0, help="exit code 1 if the macro mean of the errors is larger, such as 0.1"),
+    typer.Option(
+        min=0,
+        help="exit code 1 if the macro mean of the errors is larger, such as 0.1, or there is none: "
+        "no measured row is predicted. Refused rows are counted, and fail nothing",
+    ),
 ]
 FitOption = Annotated[
     Path | None,

@@ -27,6 +27,7 @@ from piper.cli.arguments import (
     TuneArguments,
 )
 from piper.cli.checkpoints import checkpoint
+from piper.cli.given import check_config, pairs
 from piper.cli.interrupts import INTERRUPTED
 from piper.cli.messages import user_errors
 from piper.cli.options import (
@@ -39,7 +40,6 @@ from piper.cli.options import (
     StrategyFileOption,
     VersionOption,
     check_drawn,
-    pairs,
 )
 from piper.cli.record_commands import command_of
 from piper.cli.run_arguments import LaunchArguments, RunArguments
@@ -97,6 +97,7 @@ def plan(arguments: PlanArguments) -> None:
     Example: piper plan llama3-70b --cluster 'h100x8*16' --tokens-per-step 4M; piper plan config.json --global-batch 512
     """
     print(f"{arguments.source}: planned for {arguments.cluster}", file=sys.stderr, flush=True)
+    check_config(Path(arguments.source))
     with working("loading torch"):
         from piper.cli.actions import planning
 

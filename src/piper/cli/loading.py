@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from piper.api.problems.fixed_trial import FixedTrial
+from piper.api.problems.fixed_trial import FirstChoices, FixedTrial
 from piper_compiler import Options, Strategy, kernel_source, load_strategy
 from piper_ir.ground.errors import JobError, PiperError, PiperWarning
 from piper_ir.tools import unread, user_code
@@ -166,8 +166,13 @@ def load_file(
         return file.with_strategy(chosen)
     texts |= params or {}
     trial = FixedTrial(texts)
-    job = _job(path, module, trial)
-    chosen = _strategy(path, module, function, trial, params or {})
+    try:
+        job = _job(path, module, trial)
+        chosen = _strategy(path, module, function, trial, params or {})
+    except JobError:
+        if params and function is not None:
+            _check_names(path, module, function, texts, params)
+        raise
     file = JobFile(path, job, chosen, _steps(path, module), function, texts, _options(module))
     return file.with_strategy(chosen)
 
@@ -292,6 +297,24 @@ def _answered(
         strategy = function(trial)
     trial.check_all_used(given)
     return _checked(path, strategy).with_params(trial.answers)
+
+
+def _check_names(
+    path: Path,
+    module: ModuleType,
+    function: Callable[[Any], Any],
+    texts: Mapping[str, str],
+    given: Iterable[str],
+) -> None:
+    """Raise JobError for a name among `given` that nothing asks for, which other names may be missing for."""
+    trial = FirstChoices(texts)
+    try:
+        _job(path, module, trial)
+        with user_code("strategy(trial)", JobError):
+            function(trial)
+    except PiperError:
+        return  # other names may come after the failure, so that nothing is known of these
+    trial.check_all_used(given)
 
 
 def _checked(path: Path, strategy: Any) -> Strategy:

@@ -487,14 +487,3 @@ def check_drawn(
         raise JobError(
             "--pp, --microbatches, --chunks and --times belong to --recipe; a file's strategy has -p NAME=VALUE"
         )
-
-
-def pairs(params: Sequence[str] | None, flag: str = "-p") -> dict[str, str]:
-    """Return `-p` options by name; raise JobError for one without a name or value."""
-    values = {}
-    for item in params or []:
-        name, equals, value = item.partition("=")
-        if not equals or not name:
-            raise JobError(f"{flag} {item}: NAME=VALUE is expected, e.g. {flag} microbatches=8")
-        values[name] = value
-    return values

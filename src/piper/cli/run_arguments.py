@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from piper.cli import options as flags
+from piper.cli.given import pairs
 from piper_ir.ground.errors import JobError
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class LaunchArguments:
         """Run FILE.py and return its definitions."""
         from piper.cli.loading import load_file
 
-        return load_file(self.file, flags.pairs(self.params), self.strategy)
+        return load_file(self.file, pairs(self.params), self.strategy)
 
     def launch(self, world: int) -> Launch:
         """Return how command lines start the ranks of the file, with the options that were given."""

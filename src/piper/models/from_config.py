@@ -6,7 +6,6 @@ refused; none is passed over without a word.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from piper.models.config_rows import OTHERS, ROWS
 from piper.models.decoder import DecoderConfig
 from piper.models.decoder_config import Experts, Latent
 from piper_ir.ground.errors import JobError
-from piper_ir.tools import unread
+from piper_ir.tools import json_fields, unread
 
 CONFIG = "config.json"
 """The file of a published model's folder that has its sizes."""
@@ -127,17 +126,11 @@ def describe(path: str | Path) -> Described:
 def read_fields(file: Path) -> dict[str, Any]:
     """Return the fields of a config.json; raise JobError, with the file's name, if it is none."""
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         advice = "give a config.json, its folder, or a preset such as llama3-8b"
         raise JobError(unread("the model", file, e, advice)) from None
-    except ValueError as e:
-        raise JobError(f"{file} is no JSON: {e}") from None
-    if not isinstance(fields, dict):
-        raise JobError(
-            f"{file} holds a {type(fields).__name__}; an object with model_type is needed"
-        )
-    return fields
+    return json_fields(text, file, "an object with model_type")
 
 
 def _said(row: ConfigRow, fields: Mapping[str, Any], file: Path) -> dict[str, Any]:

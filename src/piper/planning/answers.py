@@ -20,6 +20,7 @@ from piper_compiler import Options, Strategy, replicate, shard
 from piper_ir.ground.errors import PiperError
 from piper_ir.study.study import Row
 from piper_ir.tools import size_text, working
+from piper_report import memory_line
 from piper_simulator import Cluster, Simulation, device_type, simulate
 
 if TYPE_CHECKING:
@@ -27,11 +28,6 @@ if TYPE_CHECKING:
 
 SHOWN = 5
 """The most strategies of an answer."""
-LOW, HIGH, HIGH_WITHOUT_STACK = 0.9, 1.3, 1.6
-"""The least and the most of a measured step over its prediction, with and without a kernel stack.
-
-Dense models that wait for the device lie between on an H200 and an H100 (docs/clusters.md, table of measured steps).
-"""
 SECONDS_PER_DAY = 86_400
 
 
@@ -59,8 +55,8 @@ class PlannedStrategy:
         mesh: its axes and their sizes.
         schedule: stages, microbatches, shared states, recomputation.
         period_s: seconds per step.
-        low_s: the least seconds that measured steps of such predictions took.
-        high_s: the most.
+        low_s: the lower end of the interval in which 80 % of published runs fall (`piper_simulator.interval`).
+        high_s: its upper end; both are `period_s` where times are given.
         tokens_per_s_per_device: None if the tokens of a row are not known.
         mfu: model FLOPs over the peak; None if one is not known.
         device_bytes: of the fullest device.
@@ -253,8 +249,7 @@ class _Predictor:
         rank = max(range(len(simulation.device_bytes)), key=simulation.device_bytes.__getitem__)
         owner, held = max(simulation.memory(rank).items(), key=lambda item: item[1])
         facts = facts_of(strategy, self._job.global_batch)
-        stacks = all(kind.device.stack for kind in self._cluster.kinds)
-        high = HIGH if stacks else HIGH_WITHOUT_STACK
+        period_s, interval = simulation.period_s, simulation.interval
         kept = self._kept(simulation, rank)
         days, dollars = self._takes(simulation, strategy.mesh.world, 1.0 if kept is None else kept)
         idle = simulation.global_bubble_s
@@ -262,15 +257,15 @@ class _Predictor:
             strategy,
             facts.mesh,
             facts.schedule + _rows_text(facts.rows) + ("" if own else variant.text(self._variants)),
-            simulation.period_s,
-            simulation.period_s * LOW,
-            simulation.period_s * high,
+            period_s,
+            period_s if interval is None else interval.low,
+            period_s if interval is None else interval.high,
             None
             if simulation.tokens_per_s is None
             else simulation.tokens_per_s / strategy.mesh.world,
             simulation.mfu,
             simulation.device_bytes[rank],
-            f"{owner} {size_text(held)}",
+            f"{memory_line(owner)} {size_text(held)}",
             simulation.fits,
             simulation.step_s - idle,
             min(simulation.exposed_comm_s, idle),

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from piper_compiler import Strategy
     from piper_runtime import Job
 
-_COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMBGT]?)", re.ASCII)
-_UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+_COUNT = re.compile(r"(\d+(?:\.\d+)?(?:[eE]\d\d?)?)\s*([kmbgt]?)", re.ASCII | re.IGNORECASE)
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,12 @@ class PlanSource:
 
 def count(text: str, flag: str) -> int:
     """Return a number of tokens such as "4M" or "15T"; raise JobError, with the option's name, for anything else."""
-    match = _COUNT.fullmatch(text.strip())
-    number = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    match = _COUNT.fullmatch(re.sub(r"(?<=\d)[,_](?=\d{3}(?!\d))", "", text.strip()))
+    number = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if not 1 <= number < 2**60:
-        raise JobError(f"{flag} {text}: a number such as 8192, 4M or 15T is needed")
+        raise JobError(
+            f"{flag} {text}: a number such as 8192, 4M or 15T is needed (K, M, B or G, T)"
+        )
     return number
 
 

@@ -135,7 +135,8 @@ def predict(
                 reserved.append(taken / GIB)
             name = "" if cluster.device.stack is None else cluster.device.stack.name
     except PiperError as error:
-        return RunPrediction(published, refused=str(error))
+        reason = str(error).removeprefix(f"{published.case}: ")  # tables name the case themselves
+        return RunPrediction(published, refused=reason)
     return RunPrediction(
         published, tuple(seconds), min(lows), max(highs), max(peaks), max(reserved), name
     )
@@ -236,6 +237,11 @@ class Scores:
     sources: tuple[SourceScore, ...]
     macro: float | None
     predictions: tuple[RunPrediction, ...] = field(repr=False)
+
+    @property
+    def refused(self) -> int:
+        """Return the number of rows that are not predicted."""
+        return sum(one.refused for one in self.sources)
 
 
 def scores(predictions: Sequence[RunPrediction]) -> Scores:

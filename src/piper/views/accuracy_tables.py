@@ -58,6 +58,7 @@ def score_table(found: Scores) -> Table:
     rows = tuple(_scored(s) for s in found.sources)
     notes = (
         f"macro mean of the sources that count: {percent(found.macro)}",
+        f"{found.refused} of {len(found.predictions)} rows refused, which no mean counts",
         "errors are predicted / measured - 1; of a range, that of its middle; tau over pairs more than 3 % apart",
     )
     return Table("Scores", columns, rows, notes)

@@ -14,10 +14,13 @@ if TYPE_CHECKING:
     from piper_report.facts.results import Results, load
     from piper_report.facts.schedule_text import schedule_table
     from piper_report.facts.summary import (
+        COUNTED,
         FAR,
         FIRST_STEP,
+        MFU,
         Table,
         beside_table,
+        memory_line,
         memory_table,
         percent,
         prediction_table,
@@ -28,9 +31,11 @@ if TYPE_CHECKING:
     from piper_report.pages.report import Report, write_report
 
 __all__ = [
+    "COUNTED",
     "Drawing",
     "FAR",
     "FIRST_STEP",
+    "MFU",
     "Report",
     "Results",
     "Table",
@@ -39,6 +44,7 @@ __all__ = [
     "draw_schedule",
     "draw_schedules",
     "load",
+    "memory_line",
     "memory_table",
     "offsets",
     "percent",
@@ -58,10 +64,13 @@ _NAMES_BY_MODULE = {
     "figures.schedule_figure": ("Drawing", "draw_schedule", "draw_schedules"),
     "facts.schedule_text": ("schedule_table",),
     "facts.summary": (
+        "COUNTED",
+        "MFU",
         "FAR",
         "FIRST_STEP",
         "Table",
         "beside_table",
+        "memory_line",
         "memory_table",
         "percent",
         "prediction_table",

@@ -66,6 +66,11 @@ def model_flops(plan: Plan, tokens_per_row: int) -> int:
     n = sum(
         round(bind(p.spec.numel, plan.rows) * visited.get(p.name, 1.0)) for p in plan.whole_params
     )
+    return 6 * n * plan.global_batch * tokens_per_row + attention_flops(plan)
+
+
+def attention_flops(plan: Plan) -> int:
+    """Return the part of attention in the model FLOPs of one step, 12 L h s per token."""
     kernels = [
         k
         for chunk in plan.chunks
@@ -73,14 +78,11 @@ def model_flops(plan: Plan, tokens_per_row: int) -> int:
         for k in chunk.steps["F"].cost.kernels
         if k.kind == "attention"
     ]
-    attention = sum(
+    forward = sum(
         4 * prod(bind(d, plan.rows) for d in k.dims) * k.count * k.shared * k.counts
         for k in kernels
     )
-    return (
-        6 * n * plan.global_batch * tokens_per_row
-        + 3 * attention * plan.microbatches * plan.replicas
-    )
+    return 3 * forward * plan.microbatches * plan.replicas
 
 
 def _visited(plan: Plan, tokens: int) -> dict[str, float]:
@@ -138,8 +140,13 @@ MOST_NAMED = 8
 """The number of operators that a note names one by one."""
 
 
-def flop_notes(missing: Mapping[str, float], mfu: float | None, hfu: float | None) -> list[str]:
-    """Return warnings about FLOPs: the operators of `without_formula`, and utilisations that cannot be."""
+def flop_notes(
+    missing: Mapping[str, float], mfu: float | None, hfu: float | None, attention: float = 0.0
+) -> list[str]:
+    """Return warnings about FLOPs: the operators of `without_formula`, and utilisations that cannot be.
+
+    `attention` is its share of the model FLOPs.
+    """
     notes = []
     if missing:
         names = ", ".join(
@@ -156,12 +163,14 @@ def flop_notes(missing: Mapping[str, float], mfu: float | None, hfu: float | Non
         if value is not None and value > 1:
             notes.append(
                 f"{name} FLOP utilisation of {value:.0%}: no device computes above its peak. "
-                f"{_why_above_peak(missing, hfu)}"
+                f"{_why_above_peak(missing, value, hfu, attention)}"
             )
     return notes
 
 
-def _why_above_peak(missing: Mapping[str, float], hfu: float | None) -> str:
+def _why_above_peak(
+    missing: Mapping[str, float], value: float, hfu: float | None, attention: float
+) -> str:
     """Return a sentence on the cause of a utilisation above 100 %."""
     if hfu is not None and hfu > 1:
         return (
@@ -170,6 +179,12 @@ def _why_above_peak(missing: Mapping[str, float], hfu: float | None) -> str:
         )
     if missing:
         return "The step is predicted too short: FLOPs of operators without a formula are missing from it"
+    if value * (1 - attention / 2) <= 1:
+        return (
+            f"Model FLOPs count causal attention in full, 12 x layers x length x width per token, {attention:.0%} of "
+            f"them here, and kernels skip half of it: compare tokens per second, or give "
+            f"simulate(model_flops_per_step=...)"
+        )
     return (
         "The model has more FLOPs by 6 N per token than its kernels run: some parameters are not used for every "
         "token (experts, embeddings of a small model); give simulate(model_flops_per_step=...)"
@@ -225,12 +240,13 @@ def main_dtype(plan: Plan) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Hold the rates of steady state; `notes` are warnings."""
+    """Hold the rates of steady state; `notes` are warnings, and `attention` is its share of the model FLOPs."""
 
     tokens_per_s: float | None
     mfu: float | None
     hfu: float | None
     notes: tuple[str, ...]
+    attention: float = 0.0
 
 
 def rates_of(
@@ -245,8 +261,10 @@ def rates_of(
     tokens_per_s = _rate(plan.global_batch * (tokens_per_row or 0), per_second)
     if target is None:
         return Rates(tokens_per_s, None, None, ())
+    attention = 0.0
     if model_flops_per_step is None and tokens_per_row is not None:
         model_flops_per_step = model_flops(plan, tokens_per_row)
+        attention = attention_flops(plan) / max(model_flops_per_step, 1)
     dtype = main_dtype(plan)
     top = target.peak_of(plan.mesh.world, dtype)
     mfu, hfu = (
@@ -255,9 +273,8 @@ def rates_of(
     )
     unknown = [k for k, kind in enumerate(target.kinds) if dtype not in kind.device.peak_flops]
     guesses = [target.kinds[k].device.guess(dtype, target.name_of(k)) for k in unknown]
-    return Rates(
-        tokens_per_s, mfu, hfu, tuple(guesses) if mfu is not None or hfu is not None else ()
-    )
+    notes = tuple(guesses) if mfu is not None or hfu is not None else ()
+    return Rates(tokens_per_s, mfu, hfu, notes, attention)
 
 
 def _rate(amount: float | None, per_second: float | None, top: float = 1.0) -> float | None:

@@ -304,7 +304,7 @@ def _folded(
     missing = without_formula(plan) if cluster is not None else {}
     hosted = tuple(plan.roles[r].host_peak_bytes for r in whole)
     more = (
-        *flop_notes(missing, rates.mfu, rates.hfu),
+        *flop_notes(missing, rates.mfu, rates.hfu, rates.attention),
         *whole_notes(plan, cluster, step_s),
         *host_notes(hosted, cluster),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
 
 from piper_ir.ground.errors import JobError
@@ -90,7 +91,29 @@ class FixedTrial:
         """Raise JobError for a name among `given` that the strategy did not ask for."""
         unknown = sorted(set(given) - self.answers.keys())
         if unknown:
+            near = get_close_matches(unknown[0], self.answers, 1)
             raise JobError(
-                f"{self._flag} {unknown[0]}=...: the strategy has no parameter of that name; "
+                f"{self._flag} {unknown[0]}=...: the strategy has no parameter of that name"
+                f"{f', did you mean {near[0]}?' if near else ';'} "
                 f"it has {', '.join(sorted(self.answers)) or 'none'}"
             )
+
+
+class FirstChoices(FixedTrial):
+    """Answer like `FixedTrial`, and a name without a value by its first choice, to learn which names are asked for."""
+
+    def suggest_categorical(self, name: str, choices: Any) -> Any:
+        self._params.setdefault(name, str(next(iter(choices))))
+        return super().suggest_categorical(name, choices)
+
+    def suggest_int(
+        self, name: str, low: int, high: int, *, step: int = 1, log: bool = False
+    ) -> int:
+        self._params.setdefault(name, str(low))
+        return super().suggest_int(name, low, high, step=step, log=log)
+
+    def suggest_float(
+        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
+    ) -> float:
+        self._params.setdefault(name, str(low))
+        return super().suggest_float(name, low, high, step=step, log=log)

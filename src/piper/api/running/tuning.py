@@ -50,6 +50,8 @@ CONFIRM_STEPS = 8
 """The steps of a confirming run: three warm up, the median of the others counts."""
 MOST_BYTES = 2**60
 """The largest memory limit in bytes; no device has more."""
+LEAST_BARE = 2**20
+"""The least number of bytes that text without a unit may say."""
 UNITS = {
     "": 1,
     "B": 1,
@@ -257,6 +259,8 @@ def _limit(given: int | str | None, cluster: Cluster | None) -> int | None:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", given)
         unit = UNITS.get(match[2].upper()) if match else None
         number = float(match[1]) * unit if match and unit else 0
+        if match and not match[2] and number < LEAST_BARE:  # which is meant in another unit
+            number = 0
     if not 1 <= number < MOST_BYTES:
         raise TuneError(
             f"memory_limit={given!r}: a positive number of bytes, or text such as '20GiB' or '512MiB', is accepted"

@@ -6,8 +6,8 @@ import json
 import sys
 
 from piper.cli.arguments import ExportArguments
+from piper.cli.given import pairs
 from piper.cli.loading import load_file
-from piper.cli.options import pairs
 from piper.planning.description import description
 from piper_interop import export_job
 from piper_ir.ground.errors import JobError

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, cast
 from piper.api.ground.costs_file import check_costs_path, save_costs
 from piper.api.running.profiling import profile
 from piper.cli.arguments import ProfileArguments
+from piper.cli.given import pairs
 from piper.cli.loading import load_file
-from piper.cli.options import pairs
 from piper.views.costs_table import costs_table
 from piper.views.display import show
 from piper_ir.ground.codec import dumps

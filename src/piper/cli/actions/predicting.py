@@ -25,8 +25,8 @@ from piper.api.ground.results import (
 )
 from piper.api.problems.advice import advice
 from piper.cli.arguments import SimulateArguments
+from piper.cli.given import pairs
 from piper.cli.loading import JobFile, load_file
-from piper.cli.options import pairs
 from piper.views.display import show
 from piper.views.distribution_table import distribution_table
 from piper.views.reporting import report_at_end

@@ -52,6 +52,7 @@ def accuracy(arguments: AccuracyArguments) -> int:
 def _numbers(found: Scores) -> dict[str, Any]:
     return {
         "macro": found.macro,
+        "refused": found.refused,
         "sources": [s.as_dict() for s in found.sources],
         "rows": [
             {

@@ -12,8 +12,8 @@ from typing import Any
 from piper.api.captures.capturing import captured_once
 from piper.cli.actions.predicting import Target, asked_target
 from piper.cli.arguments import SimulateArguments
+from piper.cli.given import pairs
 from piper.cli.loading import load_file
-from piper.cli.options import pairs
 from piper.views.display import show
 from piper_ir.ground.errors import JobError, PiperError
 from piper_ir.tools import size_text, time_text, working

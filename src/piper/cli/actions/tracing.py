@@ -14,8 +14,8 @@ from typing import Any
 from piper.api.compiling.compiling import compile
 from piper.api.ground.clusters import cluster_named
 from piper.api.ground.results import made_folder, save_plan, save_prediction, writing
+from piper.cli.given import pairs
 from piper.cli.loading import JobFile, load_file
-from piper.cli.options import pairs
 from piper.cli.trace_options import TraceArguments
 from piper.views.display import show
 from piper.views.trace_tables import (

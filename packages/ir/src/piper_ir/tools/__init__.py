@@ -14,7 +14,7 @@ from piper_ir.tools.progress import clear_line, shown_while_working, working
 from piper_ir.tools.ranges import named_ranks, ranks_text
 from piper_ir.tools.ray_reason import ray_reason
 from piper_ir.tools.units import count_text, enough_text, flops_text, size_text, time_text
-from piper_ir.tools.unread import unread, why_unread
+from piper_ir.tools.unread import json_fields, unread, why_unread
 from piper_ir.tools.user_calls import PACKAGES, user_code, user_line
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "count_text",
     "enough_text",
     "flops_text",
+    "json_fields",
     "log_log",
     "machine_name",
     "named_ranks",

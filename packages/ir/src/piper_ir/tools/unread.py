@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
+
+from piper_ir.ground.errors import JobError
 
 
 def unread(what: str, path: str | Path, error: OSError | ValueError, advice: str) -> str:
@@ -26,3 +30,14 @@ def why_unread(error: OSError | ValueError) -> str:
         case OSError():
             return error.strerror or str(error)
     return f"no file can have this name ({error})"  # Python refuses a NUL in a path
+
+
+def json_fields(text: str, path: str | Path, needed: str) -> dict[str, Any]:
+    """Return the fields of a JSON object; raise JobError, with the file and the accepted form, for other text."""
+    try:
+        fields = json.loads(text)
+    except ValueError as e:
+        raise JobError(f"{path} is no JSON: {e}") from None
+    if not isinstance(fields, dict):
+        raise JobError(f"{path} holds a {type(fields).__name__}; {needed} is needed")
+    return fields

@@ -20,10 +20,12 @@ INSIDE = "communication in steps"
 ON_HOST = "tensors on the fullest host"
 WARM_UP = "the measured first step is with all warm-up, which is not predicted: no error is shown"
 COUNTED = {
-    MFU: "model FLOPs: 6 N + 12 L h s per token, causal attention in full",
+    MFU: "model FLOPs: 6 N + 12 L h s per token, N with all embeddings, causal attention in full",
     HFU: "hardware FLOPs: those that run, which may be fewer",
 }
 """The FLOPs that a utilisation counts, in notes that begin unlike rows: programs find rows by their names."""
+MEMORY_LINES = {"stack_buffers": "buffers of the software stack", "context": "CUDA context"}
+"""The lines of a device's memory that tables name by other words than their keys, as docs/memory.md does."""
 CATEGORY_NAMES = {
     "param": "parameters", "master": "master parameters", "grad": "gradients", "optim": "optimizer", "buffer": "buffers",
     "gathered": "gathered parameters", "reduced": "gradient buffers", "activation": "activations",
@@ -141,14 +143,17 @@ def _load(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
+def memory_line(name: str) -> str:
+    """Return the words for a line of a device's memory, such as "group communicators"."""
+    return MEMORY_LINES.get(name, name.replace("_", " "))
+
+
 def memory_table(prediction: Prediction) -> Table:
     """Return the memory of the fullest device at its peak: tensors by use, and the rest."""
     s = prediction.summary()
     lines: Mapping[str, int] = s["memory"]
     total = sum(lines.values()) or 1
-    rows = [
-        (name.replace("_", " "), size_text(b), percent(b / total)) for name, b in lines.items() if b
-    ]
+    rows = [(memory_line(name), size_text(b), percent(b / total)) for name, b in lines.items() if b]
     rows += [
         ("allocated", size_text(s["peak_bytes"]), ABSENT),
         ("device", size_text(s["device_bytes"]), percent(1.0)),

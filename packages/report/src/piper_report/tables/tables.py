@@ -25,6 +25,7 @@ from piper_report.facts.summary import (
     WAITING,
     WARM_UP,
     Table,
+    memory_line,
     percent,
 )
 from piper_report.figures.training_figures import steps_of
@@ -243,7 +244,7 @@ def line_sheet(results: Results) -> Sheet | None:
         Column("share", "share", percent),
     ]
     rows: list[tuple[Any, ...]] = [
-        (name.replace("_", " "), b, b / total) for name, b in lines.items() if b
+        (memory_line(name), b, b / total) for name, b in lines.items() if b
     ]
     if rows and results.predicted is not None:
         by_rank = results.predicted.by_rank().values()

@@ -22,6 +22,7 @@ from piper_simulator.cluster.device import CPU, FLOAT8, Device
 from piper_simulator.cluster.network import Links
 from piper_simulator.cluster.software import with_stack
 from piper_simulator.cluster.stacks import STACKS
+from piper_simulator.cluster.wrong_names import unknown_cluster
 
 T = TypeVar("T", Device, Links)
 _DATA = Path(__file__).parent / "data"
@@ -137,7 +138,8 @@ def product_cluster(product: str, count: int) -> Cluster:
 def load_cluster(name: str | Path) -> Cluster:
     """Return a cluster by name (see the module), or from a file: a Path, or text that ends in .toml or .json.
 
-    Raises ClusterError for an unknown name, with all known ones, and for a file that is not right, with its keys.
+    Raises ClusterError for an unknown name, with its wrong part and the nearest one, and for a file that is not right,
+    with its keys.
     """
     if not isinstance(name, str | Path):
         raise ClusterError(
@@ -153,12 +155,7 @@ def load_cluster(name: str | Path) -> Cluster:
     parts = [_nodes(place, stack) for place in places.split("+")]
     if (not stack or stack in STACKS) and None not in parts and not text.endswith("@"):
         return Cluster.joined([part for part in parts if part is not None])
-    short = ", ".join([*(f"{a}x8" for a in ALIASES), "h100x8*4"])
-    raise ClusterError(
-        f"unknown cluster {name!r}; a cluster is <device>:<per node>[*<nodes>][@<stack>] with a device of "
-        f"{', '.join(DEVICES)} (short: {short}; of two kinds: a100x8*2+h100x8*2) and a stack of "
-        f"{', '.join(STACKS)}; or {CPU}, or a file that ends in {' or '.join(FILES)}"
-    )
+    raise ClusterError(unknown_cluster(name, DEVICES, ALIASES))
 
 
 def _nodes(text: str, stack: str) -> Cluster | None:

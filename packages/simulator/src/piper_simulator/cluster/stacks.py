@@ -224,6 +224,15 @@ SOFTWARE: Mapping[str, Stack] = {
 STACKS: Mapping[str, Stack] = {**GENERAL, **SOFTWARE}
 
 
+def holds_for(stack: Stack, device: str) -> bool:
+    """Return whether the constants of a stack are of a device; a stack of a user's own is of the user's own devices."""
+    return (
+        not stack.devices
+        or device in stack.devices
+        or (stack.name not in SOFTWARE and not stacks_of(device))
+    )
+
+
 def stacks_of(device: str, *texts: str) -> tuple[str, ...]:
     """Return the names of the stacks with constants of a device; with `texts` the ones whose words are in one of them.
 
