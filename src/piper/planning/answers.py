@@ -106,7 +106,7 @@ class Answer:
         strategies: that fit and differ in structure.
         own: the strategy of the user's file, if it has one.
         study: the search.
-        failure: why nothing fits, and what would; "" if something fits.
+        failure: why nothing fits, with the way out; "" if something fits.
         warnings: the assumptions of the predictions, each with its rows of the table unless it is about all rows.
         space: that was searched.
         best: the first strategy, compiled; None if nothing fits.

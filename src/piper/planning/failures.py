@@ -1,4 +1,4 @@
-"""Say why a search found no strategy that fits, and what would."""
+"""Say why a search found no strategy that fits, and name the way out."""
 
 from __future__ import annotations
 

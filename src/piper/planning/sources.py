@@ -59,7 +59,7 @@ class StepSize:
         return power if abs(power / near - 1) <= 0.05 else near
 
     def warnings(self, length: int) -> tuple[str, ...]:
-        """Return a sentence if the tokens of a step are more than 1 % off those that are asked for."""
+        """Return a sentence if the tokens of a step differ by more than 1 % from the number that is asked for."""
         asked, rows = self.tokens_per_step, self.global_batch(length)
         if asked is None or abs(rows * length / asked - 1) <= 0.01:
             return ()
