@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os.path import isdir, isfile
 from pathlib import Path
 
 from piper_ir.ground.errors import JobError
@@ -27,8 +28,8 @@ def pairs(params: Sequence[str] | None, flag: str = "-p") -> dict[str, str]:
 
 def check_config(source: Path) -> None:
     """Raise JobError for a config.json, or the one of a folder, that is broken; others are understood later."""
-    file = source / "config.json" if source.is_dir() else source
-    if file.suffix != ".json" or not file.is_file():
+    file = source / "config.json" if isdir(source) else source
+    if file.suffix != ".json" or not isfile(file):  # a text of options is longer than a path may be
         return
     try:
         text = file.read_text(encoding="utf-8")
