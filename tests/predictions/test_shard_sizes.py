@@ -14,6 +14,7 @@ import piper
 from piper import Mesh, models
 from piper_capture import Captured, capture, with_shardings
 from piper_capture.steps import exchanges
+from piper_capture.store.assemble import TRACE_ROWS
 from piper_ir.program.layout import Sharding
 from piper_ir.program.program import Chunk
 from piper_ops.pointwise import collectives
