@@ -14,6 +14,7 @@ import piper
 from piper import Mesh, models
 from piper_capture import Captured, capture, with_shardings
 from piper_capture.steps import exchanges
+from piper_capture.store.assemble import TRACE_ROWS
 from piper_ir.program.layout import Sharding
 from piper_ir.program.program import Chunk
 from piper_ops.pointwise import collectives
@@ -149,3 +150,11 @@ def test_a_plan_has_the_instructions_of_whole_layers() -> None:
         return sorted(len(role.program) for role in made.plan.roles)
 
     assert counted(2) == counted(1)
+
+
+def test_a_bound_at_some_rows_builds_no_graph_at_others() -> None:
+    """The placements at the first rows of a trace decide which parameters agree; no device runs that graph."""
+    made = with_shardings(captured("llama3-8b"), [Sharding("tp", 8)], 5)
+    first = made.code.layouts(made.program.chunks[1].code, TRACE_ROWS[0][0])
+    assert first.summed(0) is not None and "joint" not in vars(first)
+    assert "joint" in vars(made.code.layouts(made.program.chunks[1].code, 5))

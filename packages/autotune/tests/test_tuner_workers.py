@@ -21,8 +21,22 @@ from piper_autotune.scoring import evaluators
 from piper_autotune.scoring.evaluators import Here, Processes
 from piper_autotune.scoring.scoring import Refused, Scored
 from piper_autotune.searching import tuner
-from piper_autotune.space.problem import Programs, TuningProblem, packed, packed_strategy
-from piper_compiler import Strategy, directive, place, recipes, site_field, synthetic
+from piper_autotune.space.problem import (
+    Programs,
+    TuningProblem,
+    Wanted,
+    packed,
+    packed_strategy,
+)
+from piper_compiler import (
+    CaptureRequest,
+    Strategy,
+    directive,
+    place,
+    recipes,
+    site_field,
+    synthetic,
+)
 from piper_ir.graph.graph import Graph
 from piper_ir.ground.errors import CaptureError, TuneError
 from piper_ir.ground.mesh import Mesh
@@ -232,3 +246,27 @@ def test_no_process_is_left_behind() -> None:
     made.submit(faulty("hang"))
     made.close()
     assert all(p.poll() is not None for p in processes)
+
+
+def test_a_worker_gets_the_programs_that_it_asks_for_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bounds ask for many programs, each of which takes a worker long to read."""
+    sent: list[set[Wanted]] = []
+    monkeypatch.setattr(
+        evaluators.pickle,
+        "dumps",
+        lambda item: sent.append(set(item[2])) or pickle._dumps(item),
+    )
+    of = TuningProblem(synthetic(stages=1, F=1, I=1, W=1), global_batch=6)
+    programs = Programs(of, lambda rows: of.program)
+    other = CaptureRequest(policies=("inputs",))
+    for wanted in (Wanted(2), Wanted(6, other), Wanted(6, alone=True)):
+        programs.add(wanted)
+    pool = Processes(of, programs, 1, TIMEOUT_S)
+    try:
+        found = pool.result(pool.submit(Strategy(Mesh(), recipes.gpipe(pp=1, microbatches=1))))
+    finally:
+        pool.close()
+    assert isinstance(found, Scored)
+    assert sent == [set(), {Wanted(2), Wanted(6)}]

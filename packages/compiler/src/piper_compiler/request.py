@@ -130,6 +130,7 @@ class CompileRequest:
         options: how the plan is laid out.
         at_rows: the program for a number of rows, for programs that are not affine down to one row.
         evaluates: whether the plan is one of an evaluation: forwards alone.
+        keyed: whether the plan names its program by the hash of its content; a plan that is only timed needs no name.
     """
 
     program: Program
@@ -140,3 +141,4 @@ class CompileRequest:
     options: Options = Options()
     at_rows: ProgramAt | None = None
     evaluates: bool = False
+    keyed: bool = True

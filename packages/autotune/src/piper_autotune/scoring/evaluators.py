@@ -24,7 +24,7 @@ from typing import IO, Protocol
 from piper_autotune.scoring.scoring import Needs, Refused, Scored, score
 from piper_autotune.scoring.worker import READY
 from piper_autotune.space.problem import Programs, TuningProblem, Wanted, packed, packed_strategy
-from piper_compiler import Strategy
+from piper_compiler import CaptureRequest, Strategy
 from piper_ir.ground.errors import TuneError
 
 Outcome = Scored | Refused
@@ -87,6 +87,8 @@ class _Worker:
     ticket: int | None = None
     deadline: float = float("inf")
     knows: set[Wanted] = field(default_factory=set)
+    requests: set[CaptureRequest] = field(default_factory=set)
+    """The requests of the programs that it asked for."""
 
     def end(self) -> int:
         """Kill the process, and return its exit code."""
@@ -149,8 +151,10 @@ class Processes:
     def _hand_over(self, worker: _Worker, ticket: int) -> None:
         strategy, engine = self._jobs[ticket]
         new = {
-            wanted: p for wanted, p in self._programs.found.items() if wanted not in worker.knows
-        }
+            wanted: program
+            for wanted, program in self._programs.found.items()
+            if wanted.request in worker.requests and not wanted.alone and wanted not in worker.knows
+        }  # most others are for bounds of candidates that no worker gets
         worker.ticket, worker.deadline = ticket, time.monotonic() + self._timeout_s
         worker.knows |= new.keys()
         with contextlib.suppress(
@@ -200,6 +204,7 @@ class Processes:
         assert ticket is not None, "an answer without a question"
         if isinstance(message, Needs):
             self._programs.add(message.wanted)
+            worker.requests.add(message.wanted.request)
             self._queue.appendleft(ticket)
         else:
             self._outcomes[ticket] = message

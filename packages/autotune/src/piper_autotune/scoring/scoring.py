@@ -137,6 +137,7 @@ class _Compiling:
             of.costs,
             of.options,
             self.at_rows,
+            keyed=False,
         )
 
     def at_rows(self, rows: int, runs: Mapping[str, Collection[Step]]) -> Program:

@@ -166,7 +166,9 @@ def shared_joint(
     )
     pieces = {axis: s.pieces for s in shardings if s.pieces > 1 for axis, _ in s.axes}
     return replace(
-        device_part, joint=in_pieces(device_part.joint, pieces), unshared=shared.unshared
+        device_part,
+        build=lambda: in_pieces(device_part.joint, pieces),
+        unshared=shared.unshared,
     )
 
 

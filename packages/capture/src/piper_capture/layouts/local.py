@@ -7,8 +7,9 @@ coordinate along an axis, which generated code reads as a global.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -43,9 +44,13 @@ Placements = tuple[Placement, ...]
 
 @dataclass(frozen=True)
 class Sharded:
-    """Hold the local graph of a device and the placements of its tensors.
+    """Hold the placements of a device's tensors, and its local graph, which is built when it is first asked for.
+
+    Chunks that agree on shared parameters need the placements alone.
 
     Attributes:
+        build: the function that builds the local graph.
+        kinds: as in `Joint`.
         inputs: for each input of the chunk, its placement along each axis.
         outputs: for each output, its placement, which its gradient shares; the gradient of a partial sum is replicated.
         grads: input -> the placement of its gradient. A parameter's may be a partial sum, which its bucket all-reduces.
@@ -54,13 +59,19 @@ class Sharded:
         unshared: the dimensions of parameters that are replicated only because their sizes do not divide evenly.
     """
 
-    joint: Joint
+    build: Callable[[], Joint] = field(repr=False, compare=False)
+    kinds: tuple[str, ...]
     inputs: tuple[Placements, ...]
     outputs: tuple[Placements, ...]
     grads: Mapping[int, Placements]
     axes: tuple[SharedAxis, ...]
     dims: tuple[tuple[tuple[LoopIndex, ...], ...], ...]
     unshared: tuple[Unshared, ...] = ()
+
+    @cached_property
+    def joint(self) -> Joint:
+        """Return the local graph."""
+        return self.build()
 
     def layout_of(self, number: int) -> Layout:
         """Return the layout of an input: the shard that each device has."""
@@ -81,7 +92,7 @@ class Sharded:
     def terms(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
         """Return the ports to other chunks that carry partial sums, each with the axes."""
         outputs = [(f"out{k}", self._sums(placement)) for k, placement in enumerate(self.outputs)]
-        grads = [(f"gin{k}", self.summed(k)) for k in self.grads if self.joint.kinds[k] == "value"]
+        grads = [(f"gin{k}", self.summed(k)) for k in self.grads if self.kinds[k] == "value"]
         return tuple((port, axes) for port, axes in (*outputs, *grads) if axes)
 
     def _sums(self, placements: Placements) -> tuple[str, ...]:
@@ -106,8 +117,22 @@ def sharded(
     gradients of the inputs `partial_grads` stay partial sums.
     """
     decisions = [decided(joint, indexes, axis, partial_grads) for axis in axes]
-    builder = _Builder(joint, indexes, axes, decisions, keep)
-    return builder.build()
+
+    def made_in(node: fx.Node) -> Placements:
+        return tuple(d.placement[(node, 0)] for d in decisions)
+
+    def result(node: fx.Node) -> Placements:
+        return tuple(d.results[node] for d in decisions)
+
+    return Sharded(
+        lambda: _Builder(joint, indexes, axes, decisions, keep).build(),
+        joint.kinds,
+        tuple(map(made_in, joint.inputs)),
+        tuple(map(result, joint.outputs)),
+        {k: result(n) for k, n in joint.grads.items()},
+        tuple(axes),
+        tuple(indexes.tensors.get((n, 0), ()) for n in joint.inputs),
+    )
 
 
 class _Builder:
@@ -128,7 +153,7 @@ class _Builder:
         """A tensor with its placements, in the forward or the backward, -> its node."""
         self._names: dict[fx.Node, str] = {}
 
-    def build(self) -> Sharded:
+    def build(self) -> Joint:
         for node in self._joint.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self._input(node)
@@ -143,11 +168,11 @@ class _Builder:
         self._emit.graph.eliminate_dead_code(
             is_impure_node=lambda n: n.op in ("placeholder", "output")
         )
-        return self._sharded(results)
+        return self._local_joint(results)
 
-    def _sharded(self, results: Mapping[fx.Node, fx.Node]) -> Sharded:
+    def _local_joint(self, results: Mapping[fx.Node, fx.Node]) -> Joint:
         joint = self._joint
-        local_joint = replace(
+        return replace(
             joint,
             graph=self._emit.graph,
             inputs=tuple(self._made(n) for n in joint.inputs),
@@ -156,11 +181,6 @@ class _Builder:
             grads={k: results[n] for k, n in joint.grads.items()},
             constant_names={self._made(n): name for n, name in joint.constant_names.items()},
         )
-        inputs = tuple(self._placements((n, 0)) for n in joint.inputs)
-        outputs = tuple(self._required_result(n) for n in joint.outputs)
-        grads = {k: self._required_result(n) for k, n in joint.grads.items()}
-        dims = tuple(self._indexes.tensors.get((n, 0), ()) for n in joint.inputs)
-        return Sharded(local_joint, inputs, outputs, grads, tuple(self._axes), dims)
 
     def _made(self, node: fx.Node) -> fx.Node:
         return self._at[(node, 0), self._placements((node, 0)), False]

@@ -32,7 +32,7 @@ def plan_of(
         for role, table in zip(graph.roles, programs, strict=True)
     ]
     return Plan(
-        program.key,
+        program.key if request.keyed else "",
         graph.mesh,
         rows,
         graph.microbatches,
