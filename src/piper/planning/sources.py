@@ -186,13 +186,24 @@ def _library(file: Path, name: str, described: Described, wanted: StepSize) -> P
 
 
 def _warnings(config: models.DecoderConfig, wanted: StepSize, length: int) -> tuple[str, ...]:
-    """Return the sentences about a step of other tokens than asked for, and about rows beyond the model's positions."""
-    beyond = config.positions == "rotary" and length > config.length
-    text = (
-        f"--length {length:,}: the model has rotary positions for {config.length:,} tokens; time and memory are those of "
-        f"longer rows, whose positions are not scaled"
-    )
-    return (*wanted.warnings(length), *([text] if beyond else []))
+    """Return the sentences about a step of other tokens than asked for, rows beyond the model's positions and windows."""
+    said = list(wanted.warnings(length))
+    if config.positions == "rotary" and length > config.length:
+        said.append(
+            f"--length {length:,}: the model has rotary positions for {config.length:,} tokens; time and memory are those "
+            f"of longer rows, whose positions are not scaled"
+        )
+    if config.window is not None and config.window < length:
+        said.append(
+            f"layers with a window of {config.window:,} tokens compute all scores of {length:,}, as torch's kernels with "
+            f"a mask do; kernels for windows skip about {1 - _part_of_window(config.window, length):.0%} of these"
+        )
+    return tuple(said)
+
+
+def _part_of_window(window: int, length: int) -> float:
+    """Return the scores that a causal window has, over those of every token with every other."""
+    return window * (length - (window - 1) / 2) / length**2
 
 
 def _length(config: models.DecoderConfig, wanted: StepSize) -> int:
