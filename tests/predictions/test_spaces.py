@@ -126,6 +126,8 @@ def test_a_search_begins_with_what_is_published_and_with_each_mesh_in_little_mem
     cells = {(s["tp"], s["cp"], s["pp"]) for s in space.starts if s["keep"] == "inputs"}
     meshes = {(tp, cp, pp) for tp in (1, 2, 4, 8) for cp in (1, 2) for pp in (1, 2, 4)}
     assert cells == {at for at in meshes if at[0] * at[1] * at[2] <= 16}
+    exchanged = [s for s in space.starts if s["attention"] == "heads"]
+    assert sorted((s["tp"], s["cp"]) for s in exchanged) == [(tp, 2) for tp in (1, 2, 4, 8)]
     large = replace(space, scale=replace(space.scale, parameters=10**12))
     for made, zero in ((space, 1), (large, 3)):
         assert {s["zero"] for s in made.starts if s["pp"] > 1 and s["keep"] == "inputs"} == {zero}

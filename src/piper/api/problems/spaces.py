@@ -175,16 +175,17 @@ class StrategySpace:
     def starts(self) -> tuple[dict[str, Any], ...]:
         """Return the choices that a search tries first: published layouts, and each mesh in little memory.
 
-        The ones that look fastest by their sizes come first. Some of them are tried in all of the memory, too.
+        The ones that look fastest by their sizes come first. Some of them are tried in all of the memory, too, and, for
+        each size of tp, one with context parallelism by heads.
         """
         sizes = list(self._cells())
         cells = [self._least(at) for at in sizes]
         ranked = sorted(map(self._roomy, sizes), key=self._step_s)
-        roomy = [
-            start
-            for tp in self.sizes["tp"]
-            for start in [one for one in ranked if one["tp"] == tp][:ROOMY]
-        ]
+        roomy: list[dict[str, Any]] = []
+        for tp in self.sizes["tp"]:
+            own = [one for one in ranked if one["tp"] == tp]
+            exchanged = [{**one, "attention": "heads"} for one in own if one["cp"] > 1]
+            roomy += [*own[:ROOMY], *exchanged[:1]]
         every = sorted([*self._published(cells), *cells, *roomy], key=self._step_s)
         return tuple({frozenset(start.items()): start for start in every}.values())
 
