@@ -47,7 +47,7 @@ def test_memory_by_line(file: Path) -> None:
         "memory of the fullest device at its peak",
         "\nparameters ",
         "\nactivations ",
-        "\ncontext ",
+        "\nCUDA context ",
         "\nallocated ",
     ):
         assert line in done.stdout, line

@@ -151,7 +151,7 @@ def test_a_program_of_given_durations_needs_no_cluster() -> None:
         ("1.5 GB", 1_500_000_000),
         ("512 mib", 512 << 20),
         (7, 7),
-        ("99", 99),
+        ("99B", 99),
         ("3B", 3),
     ],
 )
