@@ -186,7 +186,7 @@ def _library(file: Path, name: str, described: Described, wanted: StepSize) -> P
 
 
 def _warnings(config: models.DecoderConfig, wanted: StepSize, length: int) -> tuple[str, ...]:
-    """Return the sentences about a step of other tokens than asked for, rows beyond the model's positions and windows."""
+    """Return the sentences about a step of another size than asked for, rows beyond the positions, and windows."""
     said = list(wanted.warnings(length))
     if config.positions == "rotary" and length > config.length:
         said.append(
@@ -202,7 +202,7 @@ def _warnings(config: models.DecoderConfig, wanted: StepSize, length: int) -> tu
 
 
 def _part_of_window(window: int, length: int) -> float:
-    """Return the scores that a causal window has, over those of every token with every other."""
+    """Return the share of all scores, of every token with every other, that lie in a causal window."""
     return window * (length - (window - 1) / 2) / length**2
 
 

@@ -65,7 +65,7 @@ class Stack:
         words: words by which a table of published runs names this software, in their source or note.
         attention_tokens: generation of devices -> the tokens of a row at which attention reaches half of its fraction.
         attention_wide: generation of devices -> the factors of its fractions, forward and backward, with heads of more
-            than 128 dimensions, as those of latent attention.
+            than 128 dimensions, as latent attention has.
         recomputed: the tensors that R makes: the ones that are "needed", or the "whole" forward with its messages, as
             checkpointing by reentrant autograd does.
         accumulate: gradients are added to their sums by a "kernel", or inside of the "product" that makes them.
