@@ -8,6 +8,13 @@ from typing import Any
 
 from piper_ir.ground.errors import JobError
 
+_WORDS = {
+    FileNotFoundError: "there is no such file",
+    IsADirectoryError: "it is a folder",
+    NotADirectoryError: "a part of its path is a file and no folder",
+    PermissionError: "this user may not read it",
+}
+
 
 def unread(what: str, path: str | Path, error: OSError | ValueError, advice: str) -> str:
     """Return the message for a file that cannot be read: its kind and path, why in words, and how to go on."""
@@ -16,20 +23,12 @@ def unread(what: str, path: str | Path, error: OSError | ValueError, advice: str
 
 def why_unread(error: OSError | ValueError) -> str:
     """Return why a file cannot be read, in words that fit behind its path and a colon."""
-    match error:
-        case FileNotFoundError():
-            return "there is no such file"
-        case IsADirectoryError():
-            return "it is a folder"
-        case NotADirectoryError():
-            return "a part of its path is a file and no folder"
-        case PermissionError():
-            return "this user may not read it"
-        case UnicodeDecodeError():
-            return f"it is not UTF-8 text at byte {error.start}"
-        case OSError():
-            return error.strerror or str(error)
-    return f"no file can have this name ({error})"  # Python refuses a NUL in a path
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not UTF-8 text at byte {error.start}"
+    if not isinstance(error, OSError):
+        return f"no file can have this name ({error})"  # Python refuses a NUL in a path
+    words = (text for kind, text in _WORDS.items() if isinstance(error, kind))
+    return next(words, error.strerror or str(error))
 
 
 def json_fields(text: str, path: str | Path, needed: str) -> dict[str, Any]:

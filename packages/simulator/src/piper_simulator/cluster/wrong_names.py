@@ -44,26 +44,33 @@ def _place(place: str, known: Collection[str], aliases: Mapping[str, str]) -> st
     if match := _COUNTED.fullmatch(place):
         if match[1] not in known:
             return _no_device(match[1], known, aliases)
-        zero = [
-            what for what, n in (("devices", match[2]), ("nodes", match[3])) if n and not int(n)
-        ]
-        if zero:
-            return f"{place} has 0 {zero[0]}; at least 1 is needed"
-        starts = any(n and n.startswith("0") for n in match.groups()[1:])
-        return f"{place}: a count begins with a 0" if starts else ""
-    if match := _REVERSED.fullmatch(place):
-        return f"the device comes first; write {match[2]}x{match[1]}"
+        return _count(place, match)
     if place in known:
         return f"how many devices a node has is missing; did you mean {_eight(place, aliases)}?"
+    device = re.split(r"[x:*]", place)[0]
+    return _order(place, device in known) or _no_device(device or place, known, aliases)
+
+
+def _count(place: str, match: re.Match[str]) -> str:
+    """Return the fault of the counts of devices and nodes; "" if there is none."""
+    for what, n in (("devices", match[2]), ("nodes", match[3])):
+        if n and not int(n):
+            return f"{place} has 0 {what}; at least 1 is needed"
+    starts = any(n and n.startswith("0") for n in match.groups()[1:])
+    return f"{place}: a count begins with a 0" if starts else ""
+
+
+def _order(place: str, is_device: bool) -> str:
+    """Return the fault of the form of a place, which may begin with a device; "" for another fault."""
+    if match := _REVERSED.fullmatch(place):
+        return f"the device comes first; write {match[2]}x{match[1]}"
     if match := _OPEN.fullmatch(place):
         what = "nodes" if match[2] == "*" else "devices of a node"
         return f"the number of {what} is missing behind {place!r}"
     if not place:
         return "a device is missing"
-    device = re.split(r"[x:*]", place)[0]
-    if device in known:
-        return f"{place!r} is not <device>x<devices of a node>*<nodes>, with whole numbers"
-    return _no_device(device or place, known, aliases)
+    wanted = f"{place!r} is not <device>x<devices of a node>*<nodes>, with whole numbers"
+    return wanted if is_device else ""
 
 
 def _no_device(device: str, known: Collection[str], aliases: Mapping[str, str]) -> str:
