@@ -3,7 +3,6 @@ often."""
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -239,7 +238,7 @@ def test_a_run_that_finds_nothing_to_go_on_from_says_what_had_failed(tmp_path: P
         if (
             step == 5
         ):  # the checkpoint of step 2 is complete: one is finished while others are written
-            shutil.rmtree(saved)
+            saved.rename(tmp_path / "gone")  # at once, while a later one is being written
             saved.write_text("a file")
             raise OSError("the disk went away")
         return batch(step, rows)
