@@ -231,7 +231,7 @@ def count(space: FiniteSpace) -> int:
 
 
 def _every(made: Callable[[Any], Any]) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Yield the choices of all trials that are not skipped, and what is made of them."""
+    """Yield the choices of each trial that is not skipped, with the result of `made` for it."""
     digits: list[int] | None = []
     while digits is not None:
         trial = _Odometer(digits)

@@ -102,7 +102,7 @@ def _notes(source: PlanSource, answer: Answer) -> Iterator[str]:
         fits = "" if answer.own.fits else ", and does not fit"
         yield f"yours takes {abs(change):.1%} {'more' if change > 0 else 'less'} time per step than the first{fits}"
     if answer.strategies:
-        yield f"in brackets: in which 80 % of published runs fall; MFU: {COUNTED[MFU]}"
+        yield f"in brackets: the interval in which 80 % of published runs fall; MFU: {COUNTED[MFU]}"
     yield from (f"warning: {text}" for text in (*source.warnings, *answer.warnings))
     if answer.study.interrupted:
         yield "warning: interrupted; these are the strategies until then"

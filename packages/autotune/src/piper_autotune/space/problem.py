@@ -83,7 +83,7 @@ class TuningProblem:
 
     @property
     def compiles(self) -> bool:
-        """Return whether a plan's steps have compiled groups, of which a program at any rows knows nothing."""
+        """Return whether steps of plans have compiled groups, which exist only in a program at one number of rows."""
         return self.kernels != "eager"
 
     def limit_of(self, device: Device | None) -> int | None:

@@ -232,7 +232,7 @@ def _load(folder: Path, piece: SavedBox) -> torch.Tensor:
         content = torch.load(data, map_location="cpu", weights_only=True)
     except OSError as e:
         raise JobError(
-            unread("the checkpoint's", path, e, "all machines of a run must see it")
+            unread("the checkpoint file", path, e, "all machines of a run must see it")
         ) from None
     except (*BROKEN, RuntimeError, BadZipFile) as e:
         said = next(iter(str(e).splitlines()), type(e).__name__)
@@ -317,7 +317,7 @@ def dcp_tensors(folder: Path) -> dict[str, DcpTensor]:
             data = file.read(MOST_BYTES + 1)
         sizes = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
     except OSError as e:
-        raise JobError(unread("the checkpoint's", path, e, "take another checkpoint")) from None
+        raise JobError(unread("the checkpoint file", path, e, "take another checkpoint")) from None
     if len(data) > MOST_BYTES:
         raise FormatError(f"{path} is larger than any file of this kind; take another checkpoint")
     tensors = read_metadata(data, str(path))

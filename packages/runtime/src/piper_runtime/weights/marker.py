@@ -171,7 +171,7 @@ def read_bytes(path: Path) -> bytes:
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
     except OSError as e:
-        raise JobError(unread("the checkpoint's", path, e, "take another checkpoint")) from None
+        raise JobError(unread("the checkpoint file", path, e, "take another checkpoint")) from None
     if len(data) > MOST_BYTES:
         raise FormatError(f"{path} is larger than any file of this kind; take another checkpoint")
     return data
