@@ -201,7 +201,7 @@ class ExpertLayer(nn.Module):
 
     def count(self, chose: Tensor, capacity: int) -> None:
         """Store how many tokens chose each expert, and how many found no place, given the choices [rows, experts]."""
-        self.expert_tokens = torch.cat((chose.sum(0), (chose - capacity).clamp(min=0).sum(0)))
+        self.expert_tokens.copy_(torch.cat((chose.sum(0), (chose - capacity).clamp(min=0).sum(0))))
 
     def computed(self, x: Tensor) -> Tensor:
         """Compute x [rows, experts, capacity, width] with each expert's weights, one product per weight.

@@ -6,7 +6,7 @@ A folder holds the files of its command; `piper report` shows them.
   plan, which is written as tables if it is large.
 - predicted.json: `Simulation.summary()` and `ranks`, per rank bubble_s, peak_bytes, device_bytes, peak_by_category
   and limit_bytes, the memory of its device.
-  Of more than 64 ranks it has `roles` instead, each with the `ranks` that it holds for.
+  Of more than 16 ranks it has `roles` instead, each with the `ranks` that it holds for.
 - origin.json: machine, versions, commit, seed, time and command.
 - why.json: the tables and numbers of `piper simulate --why`, also for the prediction of a run.
 - measured.json: losses, step_s, batch_s, period_s, tokens_per_s, peak_bytes by rank.
@@ -134,7 +134,7 @@ def save_prediction(folder: Path, prediction: Simulation, plan: Plan) -> None:
         write_chrome(trace, folder / "trace-predicted.json", plan)
 
 
-MOST_RANKS = 64
+MOST_RANKS = 16
 """The most ranks that are written one by one, which is the form that programs read."""
 
 

@@ -148,13 +148,11 @@ class Cut:
             env[node].meta["custom"] = {ORIGIN: node.name}
         if not enabled:
             graph.call_function(_torch.SET_GRAD, (True,))
-        nodes = [r.node for r in piece.results if not r.changed]
-        outputs = [env[node] for node in nodes]
-        graph.output(
-            tuple(
-                outputs if dispatch is None else dispatch.give(graph, outputs, _shapes(nodes, rows))
-            )
-        )
+        made = {k: r.node for k, r in enumerate(piece.results) if not r.changed}
+        outputs = {k: env[node] for k, node in made.items()}
+        if dispatch is not None:
+            outputs = dispatch.give(graph, outputs, _shapes([*made.values()], rows))
+        graph.output(tuple(outputs.values()))
         return fx.GraphModule(self.forward.owner, graph)
 
     def body(self, piece: Piece) -> Iterator[fx.Node]:

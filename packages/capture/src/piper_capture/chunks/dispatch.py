@@ -12,7 +12,7 @@ autograd makes their backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -112,11 +112,14 @@ class Dispatch:
         ]
 
     def give(
-        self, graph: fx.Graph, made: Sequence[fx.Node], shapes: Sequence[Sequence[int]]
-    ) -> list[fx.Node]:
-        """Return the nodes of a chunk's outputs in the form for exchange; `shapes` are the shapes outside of it."""
-        entries = zip(made, self.outputs, shapes, strict=True)
-        return [
-            node if how is None else how.given(graph, node, shape, self.degree)
-            for node, how, shape in entries
-        ]
+        self, graph: fx.Graph, made: Mapping[int, fx.Node], shapes: Sequence[Sequence[int]]
+    ) -> dict[int, fx.Node]:
+        """Return the nodes of a chunk's outputs, by place, in the form for exchange.
+
+        `made` has no outputs that are inputs changed in place; `shapes` are the shapes of the others outside of it.
+        """
+        given = {}
+        for (place, node), shape in zip(made.items(), shapes, strict=True):
+            how = self.outputs[place]
+            given[place] = node if how is None else how.given(graph, node, shape, self.degree)
+        return given

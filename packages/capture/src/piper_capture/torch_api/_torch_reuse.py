@@ -16,8 +16,7 @@ between two calls. And it treats two traces as equal that differ in keywords or 
 4. torch is in the same state (grad mode, autocast, default dtype, function modes, coordinates of `region`), outside of
    other nested regions;
 5. no object that existed before the capture changed since the trace, and none that the trace reads through its
-   arguments changed before it. Tensors that a region stores in attributes of its arguments are left out: a call that
-   reuses the trace stores its own (`_torch_stores`), and its objects must not have changed before.
+   arguments changed before it.
 
 Any other call is traced separately, and so is one that returns a list, which Dynamo would make a tuple. A model's
 tensors that a call reads become inputs of the graph afterwards.
@@ -37,7 +36,6 @@ from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import (
     ListVariable,
     TensorVariable,
-    UnspecializedNNModuleVariable,
     UserFunctionVariable,
     higher_order_ops,
     invoke_subgraph,
@@ -52,8 +50,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from piper_capture.torch_api import _torch
 from piper_capture.torch_api._torch_arguments import properties_of, quickly, tensor_facts
-from piper_capture.torch_api._torch_changes import Changes, RegionChange
-from piper_capture.torch_api._torch_stores import Stores
+from piper_capture.torch_api._torch_changes import Changes
 from piper_capture.torch_api.attributes import HOOKS
 
 EQUALITIES = frozenset(
@@ -76,10 +73,7 @@ CONSTANTS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 def checked_reuse(tensors: Collection[int]) -> Iterator[None]:
     """Let Dynamo reuse traces under this module's conditions. `tensors` are ids of the model's tensors."""
     reuse = _Reuse(
-        frozenset(tensors),
-        invoke_subgraph.save_reuse_entry,
-        invoke_subgraph.stamp_out_subgraph,
-        invoke_subgraph.is_reuse_eligible,
+        frozenset(tensors), invoke_subgraph.save_reuse_entry, invoke_subgraph.stamp_out_subgraph
     )
     build, read = invoke_subgraph.build_reuse_condition, _Read()
 
@@ -104,7 +98,6 @@ def checked_reuse(tensors: Collection[int]) -> Iterator[None]:
         ),
         _torch.in_place(higher_order_ops, {"are_same_graph_modules": lambda *graphs: False}),
         _torch.in_place(SideEffects, reuse.changes.counted()),
-        _torch.in_place(UnspecializedNNModuleVariable, reuse.changes.stored()),
         _torch.in_place(MutationType, reuse.changes.dated()),
     ):
         yield
@@ -149,16 +142,10 @@ class _Reuse:
     """Replace the functions that reuse traces in Dynamo, for one capture."""
 
     def __init__(
-        self,
-        tensors: frozenset[int],
-        save: Callable[..., None],
-        stamp_out: Callable[..., Any],
-        eligible: Callable[..., bool],
+        self, tensors: frozenset[int], save: Callable[..., None], stamp_out: Callable[..., Any]
     ) -> None:
         self.changes = Changes()
         self._tensors, self._save, self._stamp_out = tensors, save, stamp_out
-        self._eligible = eligible
-        self._stored: Sequence[RegionChange] = ()
         self._traces: list[_Trace] = []
         self._found: tuple[_Trace, _Values] | None = None
 
@@ -166,29 +153,14 @@ class _Reuse:
         """Return the replacements by name in Dynamo's module."""
         return {
             "find_reuse_match": self.find,
-            "is_reuse_eligible": self.eligible,
             "save_reuse_entry": self.save,
             "stamp_out_subgraph": self.stamp_out,
         }
 
-    def eligible(
-        self, tx: Any, result: Any, fingerprint: Any, info: Any, sources: Any, **kwargs: Any
-    ) -> bool:
-        """Return whether a trace may be reused: it changes nothing, or stores tensors in its arguments' modules."""
-        changes, roots = self.changes.of_region(), frozenset(fingerprint.arg_sources) - {None}
-        items = [item for change in changes for item in change.items]
-        self._stored = ()
-        if changes and all(change.stores_tensor and change.first for change in changes):
-            own = OrderedSet(item.source for item in items)
-            if all(_depends(source, roots) for source in own):
-                self._stored, info = changes, replace(info, side_effect_stack=None)
-                sources = sources - own
-        return self._eligible(tx, result, fingerprint, info, sources, **kwargs)
-
     def save(
         self, tx: Any, fn_var: Any, fingerprint: Any, *args: Any, condition: Any, **kwargs: Any
     ) -> None:
-        """Keep a trace that may be reused."""
+        """Keep a trace that Dynamo found free of side effects."""
         self._save(tx, fn_var, fingerprint, *args, condition=condition, **kwargs)
         self.changes.after_trace()
         if any(isinstance(argument, ListVariable) for argument in args):  # the return values
@@ -196,25 +168,12 @@ class _Reuse:
         cache = tx.output.tracing_context.hop_dispatch_set_cache.get_cache(_torch.INVOKE)
         _, entry = cache.subgraph_reuse_cache[invoke_subgraph.get_fn_code(fn_var)][-1]
         moment = _Moment.now(tx, fn_var, self.changes.number)
-        if moment is None:
-            return
-        stored = {item.source for change in self._stored for item in change.items}
-        changed = [
-            _value(tx, source, {}) for source in self.changes.sources() if source not in stored
-        ]
-        stores = Stores.of(self._stored, entry.body_gmod.graph, args)
-        self._traces += (
-            replace(trace, stores=stores)
-            for trace in _trace(tx, fingerprint, condition, entry, moment, changed)
-        )
+        if moment is not None:
+            self._traces += _trace(tx, fingerprint, condition, entry, moment, self._changed(tx))
 
     def find(self, tx: Any, fn_var: Any, fingerprint: Any) -> Any:
         """Return the trace that can be reused for a call, or None."""
-        moment = _Moment.now(tx, fn_var, self.changes.number)
-        changed, uncounted = (
-            [_value(tx, source, {}) for source in sources]
-            for sources in (self.changes.sources(), self.changes.sources(uncounted=True))
-        )
+        moment, changed = _Moment.now(tx, fn_var, self.changes.number), self._changed(tx)
         arguments = properties_of(fingerprint)
         for trace in self._traces:
             if (
@@ -225,10 +184,14 @@ class _Reuse:
                 values = _Values(
                     tx, trace.elsewhere, zip(trace.sources, fingerprint.arg_sources, strict=True)
                 )
-                if trace.holds(values, changed, uncounted):
+                if trace.holds(values, changed):
                     self._found = trace, values
                     return trace.entry
         return None
+
+    def _changed(self, tx: Any) -> list[Any]:
+        """Return the objects that existed before the capture and have changed."""
+        return [_value(tx, source, {}) for source in self.changes.sources]
 
     def stamp_out(self, tx: Any, fingerprint: Any, entry: Any) -> Any:
         """Add a call of the trace's graph.
@@ -252,9 +215,7 @@ class _Reuse:
                 captured.append((position, value, node.meta["example_value"]))
             else:
                 kept.append(origin)
-        entry = replace(entry, subgraph_input_mapping=kept)
-        with self.changes.uncounted():
-            result = trace.stores.again(self._stamp_out, tx, fingerprint, entry)
+        result = self._stamp_out(tx, fingerprint, replace(entry, subgraph_input_mapping=kept))
         first = result if isinstance(result, TensorVariable) else result.items[0]
         [call] = first.as_proxy().node.all_input_nodes
         call.meta[_torch.CAPTURED] = captured
@@ -282,16 +243,10 @@ class _Values:
         value = self._found.get(source, self)
         return _value(self._tx, source, self._found) if value is self else value
 
-    def include(self, objects: Iterable[Any], uncounted: Iterable[Any] = ()) -> bool:
-        """Return whether the trace reads one of the objects.
-
-        Objects that are not `uncounted` count on the way from the arguments to its values alone.
-        """
+    def include(self, objects: Iterable[Any]) -> bool:
+        """Return whether one of the objects was read on the way from the arguments to the values of the trace."""
         met = {id(value) for source, value in self._found.items() if source not in self._elsewhere}
-        read = {id(value) for value in self._found.values()}
-        return any(id(value) in met for value in objects) or any(
-            id(value) in read for value in uncounted
-        )
+        return any(id(value) in met for value in objects)
 
 
 @dataclass(frozen=True)
@@ -342,7 +297,6 @@ class _Trace:
         reads: all sources that it read, its arguments among them.
         objects: the identities and properties of the values there, from `_objects`.
         modules: (source, id) of the modules among them.
-        stores: the tensors that it stores.
     """
 
     entry: Any
@@ -354,13 +308,9 @@ class _Trace:
     reads: tuple[Any, ...]
     objects: tuple[Any, ...]
     modules: tuple[tuple[Any, str], ...]
-    stores: Stores = field(default_factory=Stores)
 
-    def holds(self, values: _Values, changed: Sequence[Any], uncounted: Sequence[Any]) -> bool:
-        """Return whether conditions 2 and 3 hold, and 5 for the objects in `changed`.
-
-        No object in `uncounted` may be read in any way: they changed since the trace.
-        """
+    def holds(self, values: _Values, changed: Sequence[Any]) -> bool:
+        """Return whether conditions 2 and 3 hold, and 5 for the objects in `changed`."""
         try:
             guarded = all(
                 check(values(source), expected) for source, check, expected in self.guards
@@ -368,7 +318,7 @@ class _Trace:
             return (
                 guarded
                 and self.objects == _objects(values, self.reads, self.sources)
-                and not values.include(changed, uncounted)
+                and not values.include(changed)
             )
         except Exception:  # of any kind, from a missing attribute or from a value of another type than a guard expects
             return False

@@ -14,6 +14,8 @@ from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -155,9 +157,11 @@ def picture(
 def rendered(figure: Figure, kind: str) -> bytes:
     """Return the file's content; the same figure gives the same bytes."""
     buffer = BytesIO()
-    figure.savefig(
-        buffer, format=kind, metadata={"Date": None} if kind == "svg" else {"Software": None}
-    )
+    # `savefig` would draw everything once more, only for its layout, which drawing settles as well
+    if kind == "svg":
+        FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
+    else:
+        FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})
     return buffer.getvalue()
 
 
