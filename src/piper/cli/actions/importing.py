@@ -70,7 +70,7 @@ def _said(foreign: ForeignJob, facts: str, *, every: bool) -> list[str]:
     described = imported.described
     head = f"{imported.foreign.system} {imported.foreign.version}".rstrip()
     lines = [
-        f"{head}, {imported.foreign.source}, {described.layout.devices} devices",
+        f"{head}, {imported.foreign.source}, {count_text(described.layout.devices, 'device')}",
         f"understood   {facts}; {_layout(foreign)}",
     ]
     lines += [f"stand-in     {line.text}" for line in judgement.stand_ins]
@@ -105,7 +105,7 @@ def _predicted(foreign: ForeignJob, cluster: str) -> Simulation:
     devices, wanted = target.cluster.devices, described.layout.devices
     if devices != wanted:
         raise ClusterError(
-            f"--cluster {cluster} has {devices} devices, and the job is for {wanted}; give such a cluster"
+            f"--cluster {cluster} has {count_text(devices, 'device')}, and the job is for {wanted}; give such a cluster"
         )
     with captured_once(), working("simulating"):
         file = JobFile(Path(foreign.imported.foreign.source), foreign.job, foreign.strategy, 3)

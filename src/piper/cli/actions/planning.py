@@ -23,6 +23,7 @@ from piper.planning.rehearsal import rehearse
 from piper.planning.sources import (
     PlanSource,
     StepSize,
+    check_there,
     count,
     is_foreign,
     of_file,
@@ -35,7 +36,7 @@ from piper.views.reporting import report_at_end
 from piper.views.study_view import bar
 from piper_interop import system
 from piper_ir.ground.errors import JobError
-from piper_ir.tools import working
+from piper_ir.tools import count_text, working
 from piper_simulator import CPU
 
 NOTHING_FITS = 2
@@ -47,6 +48,7 @@ DIFFERS = 1
 def planned(arguments: PlanArguments) -> int:
     """Print the answer or its JSON, write its files, and return the exit code."""
     a = arguments
+    check_there(a.source)  # before all else: it is the first word of the command
     if a.cluster == CPU:
         raise JobError(f"--cluster {CPU}: a plan is for a cluster, such as h100x8 or 'h100x8*16'")
     if not isfinite(a.price):
@@ -142,13 +144,13 @@ def _cluster_name(a: PlanArguments) -> str:
     if "*" in whole:
         if (devices := cluster_named(whole).devices) != a.gpus:
             raise JobError(
-                f"--gpus {a.gpus}: {whole} has {devices} devices; leave --gpus out, or give --cluster {kind} alone"
+                f"--gpus {a.gpus}: {whole} has {count_text(devices, 'device')}; leave --gpus out, or give --cluster {kind} alone"
             )
         return a.cluster
     per_node = cluster_named(kind).per_node
     if a.gpus % per_node and a.gpus > per_node:
         raise JobError(
-            f"--gpus {a.gpus}: nodes of {kind} have {per_node} devices; give a multiple of {per_node}"
+            f"--gpus {a.gpus}: nodes of {kind} have {count_text(per_node, 'device')}; give a multiple of {per_node}"
         )
     if a.gpus < per_node:
         return f"{kind.removesuffix(str(per_node))}{a.gpus}{at}{stack}"

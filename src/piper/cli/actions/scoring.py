@@ -19,17 +19,17 @@ from piper.published.table import PublishedRow, read_rows, write_rows
 from piper.views.accuracy_tables import fit_table, prediction_table, score_table, why_table
 from piper.views.display import show
 from piper_ir.ground.errors import JobError
-from piper_ir.tools import working
-from piper_simulator import Stack, step_parts
+from piper_ir.tools import count_text, working
+from piper_simulator import Stack, holds_for, step_parts
 
 
 def accuracy(arguments: AccuracyArguments) -> int:
     """Print the scores of a table's predictions, an explanation or a fit, and return the exit code."""
     a = arguments
+    rows = read_rows(a.table, a.rows if a.why is None else str(a.why))
     stack = None if a.stack is None else stack_named(a.stack)
     if a.why is not None:
-        return _explained(a, stack)
-    rows = read_rows(a.table, a.rows)
+        return _explained(a, rows[0], stack)
     if a.fit is not None:
         return _fitted(a, rows, stack)
     by_row = {}
@@ -41,12 +41,28 @@ def accuracy(arguments: AccuracyArguments) -> int:
     if a.out is not None:
         write_rows(a.out, [p.columns() for p in predictions])
     if a.as_json:
-        print(json.dumps(_numbers(found)))
+        warned = [text.removeprefix("warning: ") for text in _elsewhere(predictions, stack)]
+        print(json.dumps({**_numbers(found), "warnings": warned}))
     else:
-        show(prediction_table(predictions))
+        show(prediction_table(predictions, _elsewhere(predictions, stack)))
         show(score_table(found))
     missed = a.at_most is not None and (found.macro is None or found.macro > a.at_most)
     return int(missed)
+
+
+def _elsewhere(predictions: Sequence[RunPrediction], stack: Stack | None) -> list[str]:
+    """Return a warning if the stack of --stack has constants of other devices than some of the rows."""
+    if stack is None:
+        return []
+    devices = [cluster_of(p.row, stack).device.name for p in predictions if not p.refused]
+    others = [device for device in devices if not holds_for(stack, device)]
+    if not others:
+        return []
+    return [
+        f"warning: the constants of {stack.name} hold for {', '.join(stack.devices)} and not for "
+        f"{', '.join(dict.fromkeys(others))}, of {count_text(len(others), 'row')}, so that the interval is as wide as "
+        f"without a stack"
+    ]
 
 
 def _numbers(found: Scores) -> dict[str, Any]:
@@ -70,9 +86,8 @@ def _numbers(found: Scores) -> dict[str, Any]:
     }
 
 
-def _explained(a: AccuracyArguments, stack: Stack | None) -> int:
+def _explained(a: AccuracyArguments, row: PublishedRow, stack: Stack | None) -> int:
     """Print the parts of the step of one row."""
-    row = read_rows(a.table, str(a.why))[0]
     reading = next(readings(row))
     run, plan = plan_of(reading, stack)
     parts = step_parts(plan, run.cluster)
