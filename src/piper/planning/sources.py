@@ -104,7 +104,7 @@ def count(text: str, flag: str) -> int:
     number = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if not 1 <= number < 2**60:
         raise JobError(
-            f"{flag} {text}: a number such as 8192, 4M or 15T is needed (K, M, B or G, T)"
+            f"{flag} {text or repr(text)}: a number such as 8192, 4M or 15T is needed (K, M, B or G, T)"
         )
     return number
 
@@ -127,6 +127,8 @@ def check_there(text: str) -> None:
     """Raise JobError for a source that is neither a preset nor a file; another system's may be no file."""
     foreign = is_foreign(text)
     path = Path(text.partition(":")[2] if foreign else text)
+    if foreign and not path.name:
+        raise JobError(f"{text} names no job: a file or name stands behind the colon")
     if text in PRESETS or (text.strip() and exists(path)):
         return
     if path.suffix == ".py" or (foreign and path.suffix in FILES):

@@ -9,6 +9,7 @@ from typing import Any
 
 from piper.api.captures.capturing import captured_once
 from piper.api.ground.clusters import cluster_named
+from piper.api.ground.results import writing
 from piper.cli.actions.predicting import Target
 from piper.cli.arguments import ForeignJobArguments, ImportArguments
 from piper.cli.loading import JobFile
@@ -35,7 +36,8 @@ def imported(arguments: ImportArguments) -> int:
     if file is not None:
         if file.exists():
             raise JobError(f"--out {file}: there is such a file already; give another name")
-        write_whole(file, foreign.text)
+        with writing(file.parent):
+            write_whole(file, foreign.text)
     if not a.as_json:
         print("\n".join(_said(foreign, facts, every=a.every)), flush=True)
     simulation = None if a.cluster is None else _predicted(foreign, a.cluster)

@@ -51,8 +51,7 @@ def planned(arguments: PlanArguments) -> int:
     check_there(a.source)  # before all else: it is the first word of the command
     if a.cluster == CPU:
         raise JobError(f"--cluster {CPU}: a plan is for a cluster, such as h100x8 or 'h100x8*16'")
-    if not isfinite(a.price):
-        raise JobError(f"--price {a.price}: dollars per device and hour are needed, such as 2.5")
+    _check_finite(a)
     _check_together(a)
     tried = tried_variants(a.kernels, a.precision, a.cuda_graph)
     name = _cluster_name(a)
@@ -109,6 +108,16 @@ def planned(arguments: PlanArguments) -> int:
     if rehearsal is not None and not rehearsal.equal:
         return DIFFERS
     return 0 if found.strategies else NOTHING_FITS
+
+
+def _check_finite(a: PlanArguments) -> None:
+    """Raise JobError for a number without an end, which has no answer."""
+    if not isfinite(a.price):
+        raise JobError(f"--price {a.price}: dollars per device and hour are needed, such as 2.5")
+    if a.mtbf is not None and not isfinite(a.mtbf * 3600):
+        raise JobError(
+            f"--mtbf {a.mtbf}: hours are needed, such as 50; leave it out if nothing fails"
+        )
 
 
 def _check_together(a: PlanArguments) -> None:
