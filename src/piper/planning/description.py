@@ -234,7 +234,7 @@ def _optim_on_host(job: Job, items: Sequence[Any]) -> float:
             "`offload` of some layers' states, of a model that is none of piper.models: other systems need the number of "
             "all its layers; give where()"
         )
-    return (_first_layers(items[0]) or count) / count
+    return (_first_layers(items[0]) or int(count)) / int(count)
 
 
 def _offload(items: Sequence[Any]) -> OffloadedTensors | None:

@@ -177,7 +177,9 @@ def _evaluation_text(job: Job, compiled: Compiled, evaluation: Compiled) -> str:
     beside, count = "below" if most <= of_training else "ABOVE", job.evaluated.eval_batches
     if compiled.plan.cuda_graph:  # whose pool is held meanwhile
         beside = "beside"
-    batches = f"{count_text(count, 'batch', 'batches')} of {count_text(job.global_batch, 'row')}"
+    batches = (
+        f"{count_text(count or 0, 'batch', 'batches')} of {count_text(job.global_batch, 'row')}"
+    )
     return (
         f"evaluation every {job.eval_every} steps: {batches}, at most {size_text(most)} of a device, {beside} the "
         f"{size_text(of_training)} of training"

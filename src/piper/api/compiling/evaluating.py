@@ -57,7 +57,7 @@ def evaluation_notice(job: Job | None) -> str:
     if job is None or job.eval_data is None:
         return ""
     batches = job.evaluated.eval_batches
-    many = f"{count_text(batches, 'global batch', 'global batches')} of {count_text(job.global_batch, 'row')}"
+    many = f"{count_text(batches or 0, 'global batch', 'global batches')} of {count_text(job.global_batch, 'row')}"
     return (
         f"every {job.eval_every} steps an evaluation of {many}, as in training: forwards in eval mode by this "
         f"strategy, on the ranks that train. Predictions of a step are without it"

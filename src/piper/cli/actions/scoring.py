@@ -65,11 +65,11 @@ def accuracy(arguments: AccuracyArguments) -> int:
 def _check_together(a: AccuracyArguments) -> None:
     """Raise JobError for an option that has no use beside another one, or without one."""
     usual = AccuracyArguments(table=a.table)
-    by, unused = "without --fit", ("free",)
+    by, unused = "without --fit", ["free"]
     if a.why is not None:
-        by, unused = "beside --why", ("rows", "out", "at_most", "fit", "free")
+        by, unused = "beside --why", ["rows", "out", "at_most", "fit", "free"]
     elif a.fit is not None:
-        by, unused = "beside --fit", ("out", "at_most")
+        by, unused = "beside --fit", ["out", "at_most"]
     for name in unused:
         if getattr(a, name) != getattr(usual, name):
             raise JobError(f"--{name.replace('_', '-')} has no use {by}; leave it out")

@@ -208,8 +208,8 @@ def _values(
             continue
         values[option.name] = OptionValue(value, option.origin)
     if problems:
-        options = count_text(len(problems), "option")
-        raise JobError("\n  ".join([f"{label}: {options} cannot be read", *problems]))
+        told = count_text(len(problems), "option")
+        raise JobError("\n  ".join([f"{label}: {told} cannot be read", *problems]))
     return values
 
 

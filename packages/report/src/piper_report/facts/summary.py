@@ -44,8 +44,8 @@ WIDEST = 8
 class Table:
     """Hold rows of as many cells as there are columns; the first cell of a row is its name.
 
-    `notes` are lines below the rows; one that should warn the reader begins with "warning: ". `below` has the words that
-    stand under each row, which may be long; without any, rows stand alone.
+    `notes` are lines below the rows; one that should warn the reader begins with "warning: ". `below` has the words
+    that stand under each row, which may be long; without any, rows stand alone.
     """
 
     title: str
