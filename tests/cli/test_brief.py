@@ -19,7 +19,7 @@ def compiled() -> piper.Compiled:
 
 
 def test_what_is_compiled_says_where_it_comes_from_and_how_large_it_is():
-    plan = "mesh Mesh(pp=4), microbatches 64 of 1 rows, roles 4, instructions 1284, peak 4 MiB"
+    plan = "mesh Mesh(pp=4), microbatches 64 of 1 row, roles 4, instructions 1284, peak 4 MiB"
     assert repr(compiled().plan) == f"<Plan: {plan}>"
     assert len(repr(compiled().program)) < 200 and len(repr(compiled().graph)) < 100
     assert repr(compiled()) == f"<Compiled: program synthetic, chunks 4, parameters 0, {plan}>"

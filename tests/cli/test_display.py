@@ -23,9 +23,20 @@ class Terminal(io.StringIO):
         return True
 
 
-def printed(out: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
+def test_words_below_a_row_fill_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("TERM", "xterm"), ("NO_COLOR", "1"), ("COLUMNS", "60")):
+        monkeypatch.setenv(name, value)
+    words = " ".join(["words"] * 30)
+    wide = Table("title", ("", "s"), (("1", "2"), ("yours", "3")), (), (words, "mine"))
+    assert max(map(len, wide.lines())) <= 120
+    text = printed(Terminal(), monkeypatch, wide)
+    assert max(map(len, text.splitlines())) <= 60 and text.count("words") == 30
+    assert [line.split() for line in text.splitlines()][-2:] == [["yours", "3"], ["mine"]]
+
+
+def printed(out: io.StringIO, monkeypatch: pytest.MonkeyPatch, table: Table = TABLE) -> str:
     monkeypatch.setattr(sys, "stdout", out)
-    show(TABLE)
+    show(table)
     return out.getvalue()
 
 

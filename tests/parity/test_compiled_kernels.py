@@ -90,7 +90,7 @@ def test_chunks_may_keep_the_operations_of_torch() -> None:
     assert not any(found["1", step] for step in ("F", "I", "W"))
     assert found["0", "F"] and found["0", "B"] and found["2", "B"], found
     text = explain(compiled)
-    assert "it is steps for 1 chunks: eager: torch runs each operation" in text
+    assert "it is steps for 1 chunk: eager: torch runs each operation" in text
     evaluated = compiled.evaluation
     assert evaluated is not None and evaluated.code is not None
     ran = {

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import piper
 from piper import ANY, recipes, where
+from piper.cli.loading import load_file
 from piper.models import DecoderConfig, job, parameter_count
+from piper.models.presets import PRESETS
 from piper.planning.description import description
 from piper_interop import DeviceLayout, JobDescription, export_job, python
 from piper_interop.accelerate.units import whole
 from piper_interop.neutral.described import USUAL_SIZES
 from piper_ir.ground.errors import JobError
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SIZES = DecoderConfig(layers=6, width=64, heads=4, kv_heads=2, hidden=96, vocab=256, length=128)
 
 
@@ -93,6 +99,44 @@ def test_sizes_at_every_default_are_exported_and_imported_with_a_model():
     }
     assert "--vocab-size 128256" in texts["megatron"] and "--seq-length 8192" in texts["megatron"]
     assert whole(plain.sizes) == parameter_count(config) - config.width, "but for the last norm"
+
+
+def at_defaults() -> Iterator[tuple[str, piper.Job, piper.Strategy]]:
+    """Yield the presets, the published jobs, and a model that is none of piper.models, which has no sizes."""
+    whole = (
+        piper.Mesh(dp=8),
+        (*recipes.one_f_one_b(pp=1, microbatches=2), *recipes.data_parallel(zero=3)),
+    )
+    for name in PRESETS:
+        yield name, job(name, global_batch=64), piper.Strategy(*whole)
+        yield name, job(name, global_batch=64), piper.Strategy(piper.Mesh(), ())
+    for path in sorted((EXAMPLES / "published").glob("*.py")):
+        file = load_file(path)
+        yield path.stem, file.job, file.strategy
+    own = replace(load_file(EXAMPLES / "own_model.py").job, global_batch=64)
+    for more in (
+        (), (piper.recompute(where(layer=ANY)),), (piper.recompute(where(layer=range(2))),),
+        (piper.offload(where(layer=range(2)), tensors="optim"),),
+    ):  # fmt: skip
+        yield "own", own, piper.Strategy(whole[0], (*whole[1], *more))
+
+
+@pytest.mark.parametrize("system", ["torchtitan", "accelerate", "deepspeed", "megatron"])
+def test_every_job_is_exported_or_refused_in_words(system):
+    """Presets at their defaults are written by all but Megatron, whose models have not all the parts of theirs."""
+    refused = []
+    for name, one, strategy in at_defaults():
+        try:
+            files = export_job(system, description(one, strategy, name)).files
+        except JobError as error:
+            assert "cannot" in str(error) or "piper.models" in str(error), error
+            refused.append(name)
+        else:
+            assert not re.search(r"(seq_len|seq-length)\W0\b", "".join(files.values())), name
+    absent = set(PRESETS) & set(refused)
+    assert absent == (
+        {"gpt-neox-20b", "gemma2-27b", "bloom-176b"} if system == "megatron" else set()
+    )
 
 
 @pytest.mark.parametrize(

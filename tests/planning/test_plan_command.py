@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import piper
 from piper import cli, models
 from piper.cli.actions import planning
 from piper.planning import answers
+from piper.planning.answer_text import table
 from piper.planning.answers import (
+    Answer,
     PlannedStrategy,
     TrainingBudget,
     answer,
@@ -28,6 +31,7 @@ from piper.planning.failures import failure
 from piper.planning.goodput import Failures
 from piper.planning.sources import StepSize, count, understand
 from piper.planning.written import PLANNED
+from piper_autotune import Study
 from piper_ir.ground.errors import JobError
 from piper_ir.study.study import Row
 from piper_simulator import Device, load_cluster, simulate, step_interval
@@ -67,10 +71,11 @@ def test_strategies_that_differ_in_structure_are_ranked(planned: tuple[Path, Any
     assert CLUSTER in title and head.split()[-3:] == ["goodput", "days", "dollars"]
     assert "MFU: model FLOPs: 6 N + 12 L h s per token, N with all embeddings" in done.stdout
     ranked = [row for row in rows if row[:1].isdigit()]
-    assert all("CUDA context" in row or "group communicators" in row for row in ranked)
+    words = [below.strip() for row, below in pairwise(rows) if row in ranked]
+    assert all("CUDA context" in text or "group communicators" in text for text in words)
     assert len(ranked) >= 3 and "faster than the second" in done.stdout
     assert "exposed messages" in done.stdout
-    assert len({tuple(row.split("  ")[1:3]) for row in ranked}) > 1
+    assert len({text.partition("; ")[0] for text in words}) > 1
 
 
 def test_the_file_is_for_people_and_is_the_best_strategy(planned: tuple[Path, Any]) -> None:
@@ -107,14 +112,35 @@ def test_json_is_one_object_with_the_fields_that_programs_read(tmp_path: Path) -
     assert periods == sorted(periods)
 
 
-def test_a_warning_names_the_rows_that_it_is_about() -> None:
-    first, second, mine = (
-        PlannedStrategy(
-            piper.Strategy(piper.Mesh(dp=size), ()), f"dp={size}", "", *[1.0] * 5, 1, "", True,
-            *[0.0] * 3, None, None, None, own=size == 4,
-        )
-        for size in (1, 2, 4)
+def made_up(size: int, **changed: Any) -> PlannedStrategy:
+    """A strategy with widths that are seldom more."""
+    plain = PlannedStrategy(
+        piper.Strategy(piper.Mesh(dp=size), ()), f"pp=16, dp={size}, cp=2, ep=8, tp=8", "2 stages, zero=3, " * 9,
+        12.3456, 10.2345, 17.8901, 123_456.0, 0.123, 81_234_567_890, "buffers of the software stack 12.34 GiB", True,
+        10.0, 2.0, 0.3456, 0.987, 1_234.5, 123_456_789.0,
     )  # fmt: skip
+    return replace(plain, **changed)
+
+
+def test_a_table_is_at_most_120_columns_wide_and_says_why_the_own_layout_differs() -> None:
+    mine = made_up(4, own=True, fits=False, period_s=24.6912, compute_s=20.0)
+    study = Study("", None, 0, ())
+    space: Any = None  # of which no text is
+    found = Answer((made_up(8), made_up(2)), mine, study, "", (), space, None, None)
+    said = table(understand("llama3-8b", StepSize(rows=8)), found, CLUSTER)
+    assert max(map(len, said.lines())) <= 120 < len(said.below[0])
+    text = " ".join(said.plain().split())
+    figures = "12.35 s (10.23 s to 17.89 s) 123,456 12.3% 75.66 GiB 98.7% 1,234.5 123,456,789"
+    assert figures in text
+    assert "pp=16, dp=8, cp=2, ep=8, tp=8: 2 stages" in text and "does not fit; most memory" in text
+    assert (
+        "yours takes 100.0% more time per step than the first, and does not fit, on as much" in text
+    )
+    assert "memory per device: compute 20 s beside 10 s, exposed messages 2 s beside 2 s" in text
+
+
+def test_a_warning_names_the_rows_that_it_is_about() -> None:
+    first, second, mine = (made_up(size, own=size == 4) for size in (1, 2, 4))
     of_all = [one.strategy for one in (first, second, mine)]
     warned = {"all": of_all, "some": of_all[1:], "whole": [], "elsewhere": [OTHER]}
     assert row_warnings(warned, [first, second, mine]) == ("all", "rows 2, yours: some", "whole")
@@ -167,7 +193,10 @@ def test_a_source_that_says_too_little_is_one_message(
 @each_case(
     ("arguments", "says"),
     [
-        (["nothing.json", "--global-batch", 8], "no such preset or file"),
+        (["nothing.json", "--cluster", "WRONG"], "nothing.json: there is no such preset or file"),
+        (["nothing.py", "--cluster", "WRONG"], "the file nothing.py: there is no such file"),
+        (["megatron:nothing.sh", "--cluster", "WRONG"], "nothing.sh: there is no such file"),
+        (["torchtitan:llama3_8b", "--cluster", "WRONG"], "unknown cluster 'WRONG'"),
         (["llama3-8b", "--global-batch", 8, "--tokens", "much"], "--tokens much: a number such as"),
         (["llama3-8b", "--global-batch", 8, "--workers", "ray"], "valid integer"),
         (["llama3-8b", "--global-batch", 8, "--cluster", "cpu-local"], "a plan is for a cluster"),

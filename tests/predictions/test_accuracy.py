@@ -250,6 +250,14 @@ def test_the_command_writes_the_table_and_says_how_well(tiny: PublishedRow, tmp_
     assert (
         why.exit_code == 0 and "matmul" in why.output and "d log step / d log intra" in why.output
     )
+    for flags, told in (
+        ([], 0),
+        (["--stack", "blackwell-megatron"], 0),
+        (["--stack", "hopper-nemo"], 1),
+    ):
+        shown = CliRunner().invoke(app, ["accuracy", str(table), *flags])
+        found = shown.output.count("not for b200-sxm, of 1 row, so that the interval is as wide")
+        assert found == told and shown.exit_code == 0, (flags, shown.output)
     missing = CliRunner().invoke(app, ["accuracy", str(table), "--rows", "x*"])
     assert missing.exit_code == 2 and "no case fits" in missing.output
     assert [r.case for r in read_rows(table, "b")] == ["b"]

@@ -224,7 +224,7 @@ def test_what_megatron_cannot_do(
 def test_sizes_that_megatron_cannot_do(field: str, value: Any) -> None:
     job = job_with(DeviceLayout(dp=2))
     sizes = ModelSizes(dict(job.sizes.fields) | {field: value})
-    with pytest.raises(JobError, match="1 parts cannot be exported"):
+    with pytest.raises(JobError, match="1 part cannot be exported"):
         export_job("megatron", replace(job, sizes=sizes))
 
 

@@ -16,7 +16,9 @@ def pairs(params: Sequence[str] | None, flag: str = "-p") -> dict[str, str]:
     for item in params or []:
         name, equals, value = item.partition("=")
         if not equals or not name:
-            raise JobError(f"{flag} {item}: NAME=VALUE is expected, e.g. {flag} microbatches=8")
+            raise JobError(
+                f"{flag} {item or repr(item)}: NAME=VALUE is expected, e.g. {flag} microbatches=8"
+            )
         if name in values:
             raise JobError(
                 f"{flag} {name}={values[name]} and {flag} {item}: give {name} once; several values are compared by "

@@ -41,7 +41,7 @@ _CALL = re.compile(
     rf"\b(?:execute|profile|tune|Options|space)\(({'|'.join(ARGUMENTS)}|precision)=(.*?)\)(?=:)"
 )
 _SETTINGS = "|".join(name for name in ARGUMENTS if name not in ("steps", "rows"))
-_SETTING = re.compile(rf"""\b({_SETTINGS})=(["']?)(\w[\w:.]*)\2""")
+_SETTING = re.compile(rf"""\b({_SETTINGS})=(["']?)(-?\w[\w:.]*)\2""")
 _NAME = re.compile(
     r"\b(memory_limit|timeout_s)\b|(?<=leave )(confirm|storage|resume|cuda_graph)(?= out)|(?<=give )"
     rf"({_SETTINGS})(?= of)"

@@ -213,13 +213,15 @@ SourceArgument = Annotated[
     ),
 ]
 LengthOption = Annotated[
-    int | None, typer.Option("--length", min=1, help="tokens of a row (default: the model's)")
+    int | None,
+    typer.Option("--length", min=1, max=2**26, help="tokens of a row (default: the model's)"),
 ]
 TokensPerStepOption = Annotated[
     str | None, typer.Option(metavar="N", help="tokens of a step, such as 4M")
 ]
 GlobalBatchOption = Annotated[
-    int | None, typer.Option("--global-batch", min=1, help="rows of a step, in place of its tokens")
+    int | None,
+    typer.Option("--global-batch", min=1, max=2**32, help="rows of a step, in place of its tokens"),
 ]
 TokensOption = Annotated[
     str | None,

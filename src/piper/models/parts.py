@@ -31,13 +31,21 @@ squared_relu is that of Primer (arXiv 2109.08668), quick_gelu the sigmoid form o
 """
 
 
+LARGEST_SIZE = 2**28
+"""The largest size: the bytes of a matrix of two of them are a number that torch can hold."""
+MOST_LAYERS = 2**16
+
+
 def check_sizes(config: object, **sizes: object) -> None:
-    """Raise JobError for a size that is not a positive integer."""
+    """Raise JobError for a size that is not a positive integer, or larger than any model's."""
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise JobError(
                 f"{type(config).__name__}({name}={value!r}): an integer of at least 1 is needed"
             )
+        most = MOST_LAYERS if name == "layers" else LARGEST_SIZE
+        if value > most:
+            raise JobError(f"{type(config).__name__}({name}={value}): at most {most:,} is accepted")
 
 
 def check_multiple(config: object, name: str, value: int, of: str, divisor: int) -> None:

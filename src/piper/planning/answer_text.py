@@ -10,7 +10,7 @@ from piper.planning.sources import PlanSource
 from piper_ir.tools import count_text, size_text, time_text
 from piper_report import COUNTED, MFU, Table
 
-COLUMNS = ("", "mesh", "schedule", "s/step", "tokens/s/device", "MFU", "device", "most of it")
+COLUMNS = ("", "s/step", "tokens/s/device", "MFU", "memory")
 ASKED = ("goodput", "days", "dollars")
 """The columns of a whole training, which are there if any strategy has them."""
 
@@ -26,6 +26,7 @@ def table(source: PlanSource, answer: Answer, cluster: str) -> Table:
         columns,
         rows,
         tuple(_notes(source, answer)),
+        tuple(map(_words, every)),
     )
 
 
@@ -69,15 +70,18 @@ def _cells(number: int, one: PlannedStrategy, asked: Sequence[str]) -> tuple[str
     }
     return (
         "yours" if one.own else str(number),
-        one.mesh,
-        one.schedule,
         f"{time_text(one.period_s)} ({time_text(one.low_s)} to {time_text(one.high_s)})",
         _text(one.tokens_per_s_per_device, ",.0f"),
         _text(one.mfu, ".1%"),
-        size_text(one.device_bytes) + ("" if one.fits else ", does not fit"),
-        one.largest,
+        size_text(one.device_bytes),
         *(of_training[name] for name in asked),
     )
+
+
+def _words(one: PlannedStrategy) -> str:
+    """Return a strategy in words, and the largest part of its memory."""
+    fits = "" if one.fits else "does not fit; "
+    return f"{one.mesh}: {one.schedule}; {fits}most memory: {one.largest}"
 
 
 def _text(number: float | None, form: str) -> str:
@@ -91,21 +95,28 @@ def _notes(source: PlanSource, answer: Answer) -> Iterator[str]:
     if len(answer.strategies) > 1:
         first, second = answer.strategies[:2]
         gap = second.period_s / first.period_s - 1
-        yield (
-            f"the first is {gap:.1%} faster than the second, on {_held(first, second)} memory per device: "
-            f"{_beside('compute', first.compute_s, second.compute_s)}, "
-            f"{_beside('exposed messages', first.exposed_s, second.exposed_s)}, "
-            f"{_beside('waiting', first.waiting_s, second.waiting_s)}"
-        )
+        yield f"the first is {gap:.1%} faster than the second, {_why(first, second)}"
     if answer.own is not None and answer.strategies:
         change = answer.own.period_s / answer.strategies[0].period_s - 1
         fits = "" if answer.own.fits else ", and does not fit"
-        yield f"yours takes {abs(change):.1%} {'more' if change > 0 else 'less'} time per step than the first{fits}"
+        more = f"{abs(change):.1%} {'more' if change > 0 else 'less'}"
+        why = _why(answer.own, answer.strategies[0])
+        yield f"yours takes {more} time per step than the first{fits}, {why}"
     if answer.strategies:
         yield f"in brackets: the interval in which 80 % of published runs fall; MFU: {COUNTED[MFU]}"
     yield from (f"warning: {text}" for text in (*source.warnings, *answer.warnings))
     if answer.study.interrupted:
         yield "warning: interrupted; these are the strategies until then"
+
+
+def _why(one: PlannedStrategy, other: PlannedStrategy) -> str:
+    """Return the parts of two steps beside each other, and the memory that one needs more."""
+    return (
+        f"on {_held(one, other)} memory per device: "
+        f"{_beside('compute', one.compute_s, other.compute_s)}, "
+        f"{_beside('exposed messages', one.exposed_s, other.exposed_s)}, "
+        f"{_beside('waiting', one.waiting_s, other.waiting_s)}"
+    )
 
 
 def _beside(name: str, first: float, second: float) -> str:

@@ -228,8 +228,13 @@ def _optim_on_host(job: Job, items: Sequence[Any]) -> float:
         )
     if items[0].selection == where():
         return 1.0
-    count = int(_sizes(job).fields["layers"])
-    return (_first_layers(items[0]) or count) / count
+    count = _sizes(job).fields.get("layers")
+    if count is None:
+        raise JobError(
+            "`offload` of some layers' states, of a model that is none of piper.models: other systems need the number of "
+            "all its layers; give where()"
+        )
+    return (_first_layers(items[0]) or int(count)) / int(count)
 
 
 def _offload(items: Sequence[Any]) -> OffloadedTensors | None:

@@ -13,6 +13,7 @@ from piper.models.from_config import describe
 from piper.models.presets import PRESETS
 from piper_interop import Asked, Imported, ModelSizes, import_job, python
 from piper_ir.ground.errors import JobError, PiperWarning
+from piper_ir.tools import count_text
 
 if TYPE_CHECKING:
     from piper_compiler import Strategy
@@ -76,7 +77,7 @@ def foreign_job(system: str, source: str, asked: Asked) -> ForeignJob:
     imported = import_job(system, source, asked)
     foreign = imported.foreign
     version = f" {foreign.version}" if foreign.version else ""
-    title = f"{foreign.source} of {foreign.system}{version} on {imported.described.layout.devices} devices"
+    title = f"{foreign.source} of {foreign.system}{version} on {count_text(imported.described.layout.devices, 'device')}"
     return ForeignJob(imported, python(imported.described, title))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
+from os.path import exists
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from piper_runtime import Job
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?(?:[eE]\d\d?)?)\s*([kmbgt]?)", re.ASCII | re.IGNORECASE)
+FILES = (".json", ".sh", ".toml", ".yaml", ".yml")
+"""The ends of files of other systems; a name of a recipe or a text of options has none."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 
@@ -101,7 +104,7 @@ def count(text: str, flag: str) -> int:
     number = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if not 1 <= number < 2**60:
         raise JobError(
-            f"{flag} {text}: a number such as 8192, 4M or 15T is needed (K, M, B or G, T)"
+            f"{flag} {text or repr(text)}: a number such as 8192, 4M or 15T is needed (K, M, B or G, T)"
         )
     return number
 
@@ -116,14 +119,26 @@ def understand(text: str, wanted: StepSize) -> PlanSource:
     """Return the job of a preset or a config.json; raise JobError if there is none, or a step has no size."""
     if text in PRESETS:
         return _preset(text, wanted)
-    path = Path(text)
-    if text.strip() and path.exists():
-        return _config(path, wanted)
-    shown = text if text.strip() else "an empty text"
-    raise JobError(
-        f"{shown}: there is no such preset or file; accepted are {', '.join(PRESETS)}, a {CONFIG} of Hugging Face or "
-        f"its folder, and a FILE.py that defines `job`"
-    )
+    check_there(text)
+    return _config(Path(text), wanted)
+
+
+def check_there(text: str) -> None:
+    """Raise JobError for a source that is neither a preset nor a file; another system's may be no file."""
+    foreign = is_foreign(text)
+    path = Path(text.partition(":")[2] if foreign else text)
+    if foreign and not path.name:
+        raise JobError(f"{text} names no job: a file or name stands behind the colon")
+    if text in PRESETS or (text.strip() and exists(path)):
+        return
+    if path.suffix == ".py" or (foreign and path.suffix in FILES):
+        raise JobError(f"cannot read the file {path}: there is no such file")
+    if not foreign:
+        shown = text if text.strip() else "an empty text"
+        raise JobError(
+            f"{shown}: there is no such preset or file; accepted are {', '.join(PRESETS)}, a {CONFIG} of Hugging Face "
+            f"or its folder, and a FILE.py that defines `job`"
+        )
 
 
 def _preset(name: str, wanted: StepSize) -> PlanSource:
@@ -266,7 +281,7 @@ def _facts(config: models.DecoderConfig, rows: int, length: int) -> str:
     size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
     mixture = f", {config.experts.number} experts" if config.experts is not None else ""
     return (
-        f"a decoder of {size} parameters, {config.layers} layers{mixture}; "
+        f"a decoder of {size} parameters, {count_text(config.layers, 'layer')}{mixture}; "
         f"{count_text(rows, 'row')} of {length:,} tokens per step ({rows * length:,}); bfloat16 over float32, AdamW"
     )
 

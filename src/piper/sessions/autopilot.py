@@ -17,7 +17,7 @@ from piper.sessions.training import DEFAULTS, Session, Settings, session
 from piper.views.study_view import bar, show_study
 from piper_compiler import Strategy
 from piper_ir.ground.errors import TuneError
-from piper_ir.tools import shown_while_working, working
+from piper_ir.tools import count_text, shown_while_working, working
 from piper_runtime import Job
 from piper_runtime.launch import RunOptions, open_pool
 from piper_simulator import CPU
@@ -58,11 +58,17 @@ def loop(
         captured_once(),
         open_pool(options.launcher, first.mesh.world, cluster=options.cluster) as pool,
     ):
-        print(f"profile on {first.mesh.world} ranks, launcher {options.launcher}", flush=True)
+        print(
+            f"profile on {count_text(first.mesh.world, 'rank')}, launcher {options.launcher}",
+            flush=True,
+        )
         with working("measuring chunks, messages and instructions"):
             costs = profile(job, first, pool=pool)
         save_costs(folder / "costs.json", costs)
-        print(f"search up to {trials} candidates in simulation, confirm {confirm}", flush=True)
+        print(
+            f"search up to {count_text(trials, 'candidate')} in simulation, confirm {confirm}",
+            flush=True,
+        )
         with saved(folder), bar(trials) as progress:
             study = tune(
                 job,

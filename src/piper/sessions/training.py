@@ -32,7 +32,7 @@ from piper_ir.ground.errors import OutputError, PiperWarning
 from piper_ir.ground.expert_tokens import counts_tokens
 from piper_ir.program.costs import Costs
 from piper_ir.program.ops import KernelSource
-from piper_ir.tools import size_text, working
+from piper_ir.tools import count_text, size_text, working
 from piper_report import beside_table
 from piper_runtime import Job, Run
 from piper_runtime.checkpoint import chosen_checkpoint, open_checkpoint
@@ -131,8 +131,8 @@ def session(
             save_plan(folder, compiled.plan, strategy)
             save_origin(folder, job.seed)
         print(
-            f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, "
-            f"{options.steps} steps{f' from step {begin} on' if begin else ''}, launcher {options.launcher}"
+            f"{strategy.mesh}: {_microbatches(compiled)}, "
+            f"{count_text(options.steps, 'step')}{f' from step {begin} on' if begin else ''}, launcher {options.launcher}"
         )
         if compiled.evaluation is not None:
             print(_evaluation_text(job, compiled, compiled.evaluation))
@@ -177,7 +177,9 @@ def _evaluation_text(job: Job, compiled: Compiled, evaluation: Compiled) -> str:
     beside, count = "below" if most <= of_training else "ABOVE", job.evaluated.eval_batches
     if compiled.plan.cuda_graph:  # whose pool is held meanwhile
         beside = "beside"
-    batches = f"{count} {'batch' if count == 1 else 'batches'} of {job.global_batch} rows"
+    batches = (
+        f"{count_text(count or 0, 'batch', 'batches')} of {count_text(job.global_batch, 'row')}"
+    )
     return (
         f"evaluation every {job.eval_every} steps: {batches}, at most {size_text(most)} of a device, {beside} the "
         f"{size_text(of_training)} of training"
@@ -205,11 +207,14 @@ def _replanned(
     prediction = _predicted(compiled, cluster, costs, folder)
     if folder is not None:
         save_plan(folder, compiled.plan, strategy)
-    print(
-        f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, since devices "
-        f"were lost"
-    )
+    print(f"{strategy.mesh}: {_microbatches(compiled)}, since devices were lost")
     return compiled, prediction
+
+
+def _microbatches(compiled: Compiled) -> str:
+    """Return how many microbatches a step has, and their rows."""
+    plan = compiled.plan
+    return f"{count_text(plan.microbatches, 'microbatch', 'microbatches')} of {count_text(plan.rows, 'row')}"
 
 
 def _executed(compiled: Compiled, job: Job, options: RunOptions, records: Records) -> Run:

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from piper.published.fitting import Fit
 from piper.published.scoring import RunPrediction, Scores, SourceScore
 from piper.published.table import PublishedRow
-from piper_ir.tools import time_text
+from piper_ir.tools import count_text, time_text
 from piper_report import Table, percent
 from piper_simulator import StepParts
 
 
-def prediction_table(predictions: Sequence[RunPrediction]) -> Table:
-    """Return a table of the rows, with refused ones at the end as notes."""
+def prediction_table(predictions: Sequence[RunPrediction], warned: Sequence[str]) -> Table:
+    """Return a table of the rows, with refused ones and warnings at the end as notes."""
     rows = tuple(_row(p) for p in predictions if not p.refused)
     notes = tuple(f"{p.row.case}: {p.refused}" for p in predictions if p.refused)
     columns = (
@@ -27,7 +27,7 @@ def prediction_table(predictions: Sequence[RunPrediction]) -> Table:
         "allocated",
         "reserved",
     )
-    return Table("Published runs", columns, rows, notes)
+    return Table("Published runs", columns, rows, (*notes, *warned))
 
 
 def _row(p: RunPrediction) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ def score_table(found: Scores) -> Table:
     rows = tuple(_scored(s) for s in found.sources)
     notes = (
         f"macro mean of the sources that count: {percent(found.macro)}",
-        f"{found.refused} of {len(found.predictions)} rows refused, which no mean counts",
+        f"{found.refused} of {count_text(len(found.predictions), 'row')} refused, which no mean counts",
         "errors are predicted / measured - 1; of a range, that of its middle; tau over pairs more than 3 % apart",
     )
     return Table("Scores", columns, rows, notes)
@@ -109,7 +109,7 @@ def fit_table(found: Fit, file: str) -> Table:
         for name, c in found.stack.constants.items()
     )
     notes = (
-        f"{len(found.rows)} runs: mean error {percent(found.before)} before, {percent(found.after)} after",
+        f"{count_text(len(found.rows), 'run')}: mean error {percent(found.before)} before, {percent(found.after)} after",
         f"written: {file}",
     )
     return Table(

@@ -10,7 +10,7 @@ from typing import Any
 
 from piper_ir.ground.errors import JobError
 from piper_ir.ground.sizes import ITEM_BYTES
-from piper_ir.tools import size_text
+from piper_ir.tools import count_text, size_text
 from piper_report import Table
 from piper_runtime.checkpoint import SavedRun, complete_checkpoints, open_checkpoint
 
@@ -78,7 +78,10 @@ def checkpoint_table(saved: SavedRun) -> Table:
         rows.append((name, shape, t.dtype, size, kind, steps))
     columns = ("", "shape", "dtype", "bytes", "", "optimizer steps")
     return Table(
-        f"{saved.path}: after {meta.step} steps", columns, tuple(rows), tuple(_about(saved))
+        f"{saved.path}: after {count_text(meta.step, 'step')}",
+        columns,
+        tuple(rows),
+        tuple(_about(saved)),
     )
 
 

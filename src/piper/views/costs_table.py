@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from piper_ir.program.costs import Costs, Duration
-from piper_ir.tools import time_text
+from piper_ir.tools import count_text, time_text
 from piper_report import Table, percent
 
 
 def costs_table(costs: Costs, *, title: str) -> Table:
     """Return a table of chunks by rows, then of messages and other ops by size, each with its spread."""
-    rows = [(f"{s.chunk} {s.step}, {s.rows} rows", *_cells(s.duration)) for s in costs.steps]
+    rows = [
+        (f"{s.chunk} {s.step}, {count_text(s.rows, 'row')}", *_cells(s.duration))
+        for s in costs.steps
+    ]
     rows += [
         (f"{c.op} of {c.bytes} bytes, {c.group} ranks", *_cells(c.duration)) for c in costs.comm
     ]
@@ -28,8 +31,8 @@ def costs_table(costs: Costs, *, title: str) -> Table:
         )
     if (o := costs.origin) is not None:
         notes.append(
-            f"{o.device}; {o.ranks} ranks at once over {o.backend}, {o.threads} thread each; Python {o.python}, "
-            f"torch {o.torch}; {o.date}; median of {o.repeats} repeats, spread: median absolute deviation"
+            f"{o.device}; {count_text(o.ranks, 'rank')} at once over {o.backend}, {count_text(o.threads, 'thread')} each; "
+            f"Python {o.python}, torch {o.torch}; {o.date}; median of {o.repeats} repeats, spread: median absolute deviation"
         )
     return Table(title, ("", "time", "spread"), tuple(rows), tuple(notes))
 

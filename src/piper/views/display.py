@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table as Drawn
 from rich.text import Text
 
-from piper_report import Table
+from piper_report import WIDTH, Table
 
 
 def show(table: Table) -> None:
@@ -18,7 +18,10 @@ def show(table: Table) -> None:
         print(table.plain())
         return
     console = Console(file=sys.stdout, highlight=False)
-    console.print(drawn(table))
+    if table.below:  # cells of a drawn table cannot reach over columns
+        console.print(Text("\n".join(table.lines(min(WIDTH, console.width)))))
+    else:
+        console.print(drawn(table))
     for note in table.notes:
         style = (
             "bold red"

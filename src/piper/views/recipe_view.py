@@ -15,7 +15,7 @@ from piper_compiler.recipes import RECIPES, Recipe, stages_of
 from piper_ir.ground.codec import unique_keys
 from piper_ir.ground.errors import FormatError, JobError
 from piper_ir.ground.mesh import Mesh
-from piper_ir.tools import time_text, user_code
+from piper_ir.tools import count_text, time_text, user_code
 from piper_simulator import Simulation, simulate
 
 OWN = ("pp", "microbatches", "chunks")
@@ -144,7 +144,10 @@ def shown_table(file: Path, times: str | None, *others: object) -> SimulatedReci
             f"{file} is drawn with the durations of --times; leave out options of strategies and of recipes"
         )
     table = read_schedule_csv(file)
-    facts = f"{len(table.rows)} devices, {table.stages} stages, {table.microbatches} microbatches"
+    counts = {"device": len(table.rows), "stage": table.stages, "microbatch": table.microbatches}
+    facts = ", ".join(
+        count_text(n, noun, "microbatches" * (noun == "microbatch")) for noun, n in counts.items()
+    )
     recipe = Recipe(
         file.name,
         lambda: table.directives(),

@@ -16,7 +16,7 @@ from piper.views.strategy_facts import StrategyFacts, facts_of
 from piper_autotune import RULES, SearchProgress, Study, value_text
 from piper_ir.study.study import Row, limit_text
 from piper_ir.study.study_groups import folded_text, indifferent_text
-from piper_ir.tools import size_text, time_text, working
+from piper_ir.tools import count_text, size_text, time_text, working
 from piper_report import FAR, Table
 
 GOALS = {"tokens_per_s_per_device": "tokens", "dollars_per_token": "price"}
@@ -91,7 +91,7 @@ def _counted(study: Study) -> str:
     more = [f"{by_rule} more rejected by rules before compiling"] if by_rule else []
     more += [f"{study.repeated} proposals were plans known already"] if study.repeated else []
     more += ["the space has no others"] if study.exhausted else []
-    scored = f"best of {len(study.rows) - by_rule} candidates"
+    scored = f"best of {count_text(len(study.rows) - by_rule, 'candidate')}"
     return f"{scored} ({'; '.join(more)})" if more else scored
 
 
@@ -203,7 +203,7 @@ def bar(trials: int) -> Iterator[Callable[[SearchProgress], None]]:
     from rich.progress import Progress as Bar
 
     if not sys.stderr.isatty():
-        with working(f"searching {trials} candidates") as name:
+        with working(f"searching {count_text(trials, 'candidate')}") as name:
             yield lambda now: name(
                 f"candidate {now.done} of {now.trials}; {_best_text(now.best)}; {now.rejected} rejected"
             )

@@ -12,7 +12,14 @@ from piper_simulator.cluster.messages_file import read_messages
 from piper_simulator.cluster.named import ALIASES, DEVICES, cpu_local, load_cluster, product_cluster
 from piper_simulator.cluster.network import Links, Network, SlowLink
 from piper_simulator.cluster.software import with_stack
-from piper_simulator.cluster.stacks import SOFTWARE, STACKS, Stack, read_software, stacks_of
+from piper_simulator.cluster.stacks import (
+    SOFTWARE,
+    STACKS,
+    Stack,
+    holds_for,
+    read_software,
+    stacks_of,
+)
 from piper_simulator.contention.demands import Message, demands
 from piper_simulator.contention.flows import message_flows, route, wiring
 from piper_simulator.durations.checked import model_for, under_load
@@ -52,6 +59,7 @@ __all__ = [
     "StackConstant",
     "StepParts",
     "held_and_reserved",
+    "holds_for",
     "period",
     "read_software",
     "stacks_of",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from piper_ir.ground.errors import CompileError
+from piper_ir.tools import count_text
 
 if TYPE_CHECKING:
     from piper_capture import Captured
@@ -52,7 +53,7 @@ def statistics_note(norms: Sequence[BatchNorm], plan: Plan) -> str:
     more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
     copies = f"of replica 0 of {plan.replicas}" if plan.replicas > 1 else "the only ones"
     return (
-        f"batch statistics ({', '.join(lines[:3])}{more}) are those of each microbatch of {plan.rows} rows on its "
+        f"batch statistics ({', '.join(lines[:3])}{more}) are those of each microbatch of {count_text(plan.rows, 'row')} on its "
         f"replica, as gradient accumulation in plain PyTorch has them; running averages are {copies}, in the order "
         f"of microbatches"
     )

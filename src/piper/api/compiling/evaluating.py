@@ -20,6 +20,7 @@ from piper_ir.ground.errors import CaptureError, CompileError, DirectiveError, J
 from piper_ir.ground.expert_tokens import counts_tokens
 from piper_ir.plan.plan import Plan
 from piper_ir.program.ops import KernelSource
+from piper_ir.tools import count_text
 
 if TYPE_CHECKING:
     from piper_capture import Captured, CodeStore
@@ -56,7 +57,7 @@ def evaluation_notice(job: Job | None) -> str:
     if job is None or job.eval_data is None:
         return ""
     batches = job.evaluated.eval_batches
-    many = f"{batches} global batch{'es' if batches != 1 else ''} of {job.global_batch} rows"
+    many = f"{count_text(batches or 0, 'global batch', 'global batches')} of {count_text(job.global_batch, 'row')}"
     return (
         f"every {job.eval_every} steps an evaluation of {many}, as in training: forwards in eval mode by this "
         f"strategy, on the ranks that train. Predictions of a step are without it"

@@ -107,10 +107,12 @@ def save_plan(folder: Path, plan: Plan, strategy: Strategy) -> None:
 
 def save_explanation(folder: Path, explanation: Why, tables: Iterable[Table]) -> None:
     """Write why.json: the tables as they are printed, and the numbers; raise OutputError when it cannot be written."""
+    names = ("title", "columns", "rows", "notes")  # words below rows are of plans alone
+    shown = [{name: getattr(table, name) for name in names} for table in tables]
     with writing(folder):
         write_whole(
             folder / "why.json",
-            json.dumps({"tables": [asdict(t) for t in tables], "numbers": explanation.as_dict()}),
+            json.dumps({"tables": shown, "numbers": explanation.as_dict()}),
         )
 
 

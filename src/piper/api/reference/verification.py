@@ -13,7 +13,7 @@ from piper.api.reference.tolerance import STRICT, Tolerance, tolerances
 from piper.api.running.execution import execute
 from piper_capture import Captured
 from piper_compiler import Options, Strategy
-from piper_ir.tools import working
+from piper_ir.tools import count_text, working
 from piper_ir.verify import verify
 from piper_runtime import Job, Precision
 
@@ -92,7 +92,7 @@ class VerificationReport:
     def _same_microbatches(self) -> str:
         if not self.differences:
             return (
-                f"{self.strategy.mesh}: equal to one device over {self.steps} steps in float64: losses, gradients "
+                f"{self.strategy.mesh}: equal to one device over {count_text(self.steps, 'step')} in float64: losses, gradients "
                 f"before each update and parameters after, {self.tensors} tensors, {self.tolerance}"
             )
         count = len(self.differences)

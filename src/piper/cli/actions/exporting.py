@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
+from piper.api.ground.results import made_folder, writing
 from piper.cli.arguments import ExportArguments
 from piper.cli.given import pairs
 from piper.cli.loading import load_file
@@ -23,9 +24,9 @@ def exported(arguments: ExportArguments) -> None:
         taken = [name for name in written.files if (a.out / name).exists()]
         if taken:
             raise JobError(f"--out {a.out}: there is a {taken[0]} already; give another folder")
-        a.out.mkdir(parents=True, exist_ok=True)
-        for name, text in written.files.items():
-            write_whole(a.out / name, text)
+        with writing(made_folder(a.out)):
+            for name, text in written.files.items():
+                write_whole(a.out / name, text)
     if a.as_json:
         print(json.dumps({"files": written.files, "notes": list(written.notes)}))
         return

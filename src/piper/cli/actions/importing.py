@@ -9,6 +9,7 @@ from typing import Any
 
 from piper.api.captures.capturing import captured_once
 from piper.api.ground.clusters import cluster_named
+from piper.api.ground.results import writing
 from piper.cli.actions.predicting import Target
 from piper.cli.arguments import ForeignJobArguments, ImportArguments
 from piper.cli.loading import JobFile
@@ -35,7 +36,8 @@ def imported(arguments: ImportArguments) -> int:
     if file is not None:
         if file.exists():
             raise JobError(f"--out {file}: there is such a file already; give another name")
-        write_whole(file, foreign.text)
+        with writing(file.parent):
+            write_whole(file, foreign.text)
     if not a.as_json:
         print("\n".join(_said(foreign, facts, every=a.every)), flush=True)
     simulation = None if a.cluster is None else _predicted(foreign, a.cluster)
@@ -70,7 +72,7 @@ def _said(foreign: ForeignJob, facts: str, *, every: bool) -> list[str]:
     described = imported.described
     head = f"{imported.foreign.system} {imported.foreign.version}".rstrip()
     lines = [
-        f"{head}, {imported.foreign.source}, {described.layout.devices} devices",
+        f"{head}, {imported.foreign.source}, {count_text(described.layout.devices, 'device')}",
         f"understood   {facts}; {_layout(foreign)}",
     ]
     lines += [f"stand-in     {line.text}" for line in judgement.stand_ins]
@@ -105,7 +107,7 @@ def _predicted(foreign: ForeignJob, cluster: str) -> Simulation:
     devices, wanted = target.cluster.devices, described.layout.devices
     if devices != wanted:
         raise ClusterError(
-            f"--cluster {cluster} has {devices} devices, and the job is for {wanted}; give such a cluster"
+            f"--cluster {cluster} has {count_text(devices, 'device')}, and the job is for {wanted}; give such a cluster"
         )
     with captured_once(), working("simulating"):
         file = JobFile(Path(foreign.imported.foreign.source), foreign.job, foreign.strategy, 3)

@@ -23,6 +23,7 @@ from piper.planning.rehearsal import rehearse
 from piper.planning.sources import (
     PlanSource,
     StepSize,
+    check_there,
     count,
     is_foreign,
     of_file,
@@ -35,7 +36,7 @@ from piper.views.reporting import report_at_end
 from piper.views.study_view import bar
 from piper_interop import system
 from piper_ir.ground.errors import JobError
-from piper_ir.tools import working
+from piper_ir.tools import count_text, working
 from piper_simulator import CPU
 
 NOTHING_FITS = 2
@@ -47,10 +48,10 @@ DIFFERS = 1
 def planned(arguments: PlanArguments) -> int:
     """Print the answer or its JSON, write its files, and return the exit code."""
     a = arguments
+    check_there(a.source)  # before all else: it is the first word of the command
     if a.cluster == CPU:
         raise JobError(f"--cluster {CPU}: a plan is for a cluster, such as h100x8 or 'h100x8*16'")
-    if not isfinite(a.price):
-        raise JobError(f"--price {a.price}: dollars per device and hour are needed, such as 2.5")
+    _check_finite(a)
     _check_together(a)
     tried = tried_variants(a.kernels, a.precision, a.cuda_graph)
     name = _cluster_name(a)
@@ -109,6 +110,16 @@ def planned(arguments: PlanArguments) -> int:
     return 0 if found.strategies else NOTHING_FITS
 
 
+def _check_finite(a: PlanArguments) -> None:
+    """Raise JobError for a number without an end, which has no answer."""
+    if not isfinite(a.price):
+        raise JobError(f"--price {a.price}: dollars per device and hour are needed, such as 2.5")
+    if a.mtbf is not None and not isfinite(a.mtbf * 3600):
+        raise JobError(
+            f"--mtbf {a.mtbf}: hours are needed, such as 50; leave it out if nothing fails"
+        )
+
+
 def _check_together(a: PlanArguments) -> None:
     """Raise JobError for an option that has no effect without another one."""
     if a.price and a.tokens is None:
@@ -142,13 +153,13 @@ def _cluster_name(a: PlanArguments) -> str:
     if "*" in whole:
         if (devices := cluster_named(whole).devices) != a.gpus:
             raise JobError(
-                f"--gpus {a.gpus}: {whole} has {devices} devices; leave --gpus out, or give --cluster {kind} alone"
+                f"--gpus {a.gpus}: {whole} has {count_text(devices, 'device')}; leave --gpus out, or give --cluster {kind} alone"
             )
         return a.cluster
     per_node = cluster_named(kind).per_node
     if a.gpus % per_node and a.gpus > per_node:
         raise JobError(
-            f"--gpus {a.gpus}: nodes of {kind} have {per_node} devices; give a multiple of {per_node}"
+            f"--gpus {a.gpus}: nodes of {kind} have {count_text(per_node, 'device')}; give a multiple of {per_node}"
         )
     if a.gpus < per_node:
         return f"{kind.removesuffix(str(per_node))}{a.gpus}{at}{stack}"

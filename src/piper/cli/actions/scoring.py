@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from piper.api.ground.results import writing
 from piper.cli.accuracy_options import AccuracyArguments
 from piper.published.convert import cluster_of, readings, stack_named
 from piper.published.fitting import fit
@@ -19,17 +20,27 @@ from piper.published.table import PublishedRow, read_rows, write_rows
 from piper.views.accuracy_tables import fit_table, prediction_table, score_table, why_table
 from piper.views.display import show
 from piper_ir.ground.errors import JobError
-from piper_ir.tools import working
-from piper_simulator import Stack, step_parts
+from piper_ir.tools import check_writable, count_text, working
+from piper_simulator import Stack, holds_for, step_parts
 
 
 def accuracy(arguments: AccuracyArguments) -> int:
     """Print the scores of a table's predictions, an explanation or a fit, and return the exit code."""
     a = arguments
+    _check_together(a)
+    rows = read_rows(a.table, a.rows if a.why is None else str(a.why))
     stack = None if a.stack is None else stack_named(a.stack)
     if a.why is not None:
-        return _explained(a, stack)
-    rows = read_rows(a.table, a.rows)
+        if len(rows) > 1:
+            cases = ", ".join(row.case for row in rows[:3])
+            raise JobError(
+                f"--why {a.why}: {len(rows)} rows have such a case; name one, such as {cases}"
+            )
+        return _explained(a, rows[0], stack)
+    for flag, file in (("--fit", a.fit), ("--out", a.out)):
+        if file is not None:  # before the work, which may take minutes
+            with writing(file, flag):
+                check_writable(file)
     if a.fit is not None:
         return _fitted(a, rows, stack)
     by_row = {}
@@ -39,14 +50,44 @@ def accuracy(arguments: AccuracyArguments) -> int:
     predictions = [by_row[at] for at in range(len(rows))]
     found = scores(predictions)
     if a.out is not None:
-        write_rows(a.out, [p.columns() for p in predictions])
+        with writing(a.out):
+            write_rows(a.out, [p.columns() for p in predictions])
     if a.as_json:
-        print(json.dumps(_numbers(found)))
+        warned = [text.removeprefix("warning: ") for text in _elsewhere(predictions, stack)]
+        print(json.dumps({**_numbers(found), "warnings": warned}))
     else:
-        show(prediction_table(predictions))
+        show(prediction_table(predictions, _elsewhere(predictions, stack)))
         show(score_table(found))
     missed = a.at_most is not None and (found.macro is None or found.macro > a.at_most)
     return int(missed)
+
+
+def _check_together(a: AccuracyArguments) -> None:
+    """Raise JobError for an option that has no use beside another one, or without one."""
+    usual = AccuracyArguments(table=a.table)
+    by, unused = "without --fit", ["free"]
+    if a.why is not None:
+        by, unused = "beside --why", ["rows", "out", "at_most", "fit", "free"]
+    elif a.fit is not None:
+        by, unused = "beside --fit", ["out", "at_most"]
+    for name in unused:
+        if getattr(a, name) != getattr(usual, name):
+            raise JobError(f"--{name.replace('_', '-')} has no use {by}; leave it out")
+
+
+def _elsewhere(predictions: Sequence[RunPrediction], stack: Stack | None) -> list[str]:
+    """Return a warning if the stack of --stack has constants of other devices than some of the rows."""
+    if stack is None:
+        return []
+    devices = [cluster_of(p.row, stack).device.name for p in predictions if not p.refused]
+    others = [device for device in devices if not holds_for(stack, device)]
+    if not others:
+        return []
+    return [
+        f"warning: the constants of {stack.name} hold for {', '.join(stack.devices)} and not for "
+        f"{', '.join(dict.fromkeys(others))}, of {count_text(len(others), 'row')}, so that the interval is as wide as "
+        f"without a stack"
+    ]
 
 
 def _numbers(found: Scores) -> dict[str, Any]:
@@ -70,9 +111,8 @@ def _numbers(found: Scores) -> dict[str, Any]:
     }
 
 
-def _explained(a: AccuracyArguments, stack: Stack | None) -> int:
+def _explained(a: AccuracyArguments, row: PublishedRow, stack: Stack | None) -> int:
     """Print the parts of the step of one row."""
-    row = read_rows(a.table, str(a.why))[0]
     reading = next(readings(row))
     run, plan = plan_of(reading, stack)
     parts = step_parts(plan, run.cluster)

@@ -18,7 +18,7 @@ from piper_ir.ground.sizes import ITEM_BYTES, bind
 from piper_ir.plan.plan import Instr, Plan, RolePlan
 from piper_ir.program.ops import Compute
 from piper_ir.program.program import Chunk, Step
-from piper_ir.tools import flops_text, size_text
+from piper_ir.tools import count_text, flops_text, size_text
 from piper_ir.verify import instr_title
 
 PURPOSES = {
@@ -82,7 +82,7 @@ def _program(compiled: Compiled) -> str:
     )
     parameter_bytes = sum(p.spec.nbytes for p in program.params if isinstance(p.spec.nbytes, int))
     lines = [
-        f"program {program.key}: {len(program.chunks)} chunks ({codes} with code of their own), "
+        f"program {program.key}: {count_text(len(program.chunks), 'chunk')} ({codes} with code of their own), "
         f"{size_text(parameter_bytes)} of parameters",
         *([compiled.layers.text] if compiled.layers is not None and compiled.layers.text else []),
     ]
@@ -93,7 +93,7 @@ def _program(compiled: Compiled) -> str:
     )
     for step, name in names:
         lines.append(
-            f"  {name:16} {flops_text(_flops(plan, step)):>12} per microbatch of {plan.rows} rows"
+            f"  {name:16} {flops_text(_flops(plan, step)):>12} per microbatch of {count_text(plan.rows, 'row')}"
         )
     return "\n".join(lines)
 

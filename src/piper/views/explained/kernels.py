@@ -8,6 +8,7 @@ from piper.api.compiling.compiling import Compiled
 from piper_ir.plan.plan import Plan, RolePlan
 from piper_ir.program.ops import HANDS_ON, Compute, Step, Update
 from piper_ir.program.program import Chunk
+from piper_ir.tools import count_text
 
 
 def backward_graphs(compiled: Compiled) -> str:
@@ -26,8 +27,11 @@ def backward_graphs(compiled: Compiled) -> str:
             ] += 1
     return "\n".join(
         [
-            f"kernels of Inductor: the backward of {joined} chunks is one graph",
-            *(f"  it is steps for {n} chunks: {reason}" for reason, n in reasons.items()),
+            f"kernels of Inductor: the backward of {count_text(joined, 'chunk')} is one graph",
+            *(
+                f"  it is steps for {count_text(n, 'chunk')}: {reason}"
+                for reason, n in reasons.items()
+            ),
         ]
     )
 

@@ -8,7 +8,7 @@ from piper_ir.ground.sizes import bind
 from piper_ir.plan.plan import Plan, RolePlan, is_state
 from piper_ir.program.ops import KEEP_ALL, Compute
 from piper_ir.program.program import Chunk
-from piper_ir.tools import size_text
+from piper_ir.tools import count_text, size_text
 
 
 def recomputation(plan: Plan) -> str:
@@ -47,8 +47,9 @@ def _cost(plan: Plan, keep: str, variants: Sequence[Chunk]) -> str:
     again = sum(v.steps["R"].cost.flops for v in variants)
     rest = sum(v.steps[s].cost.flops for v in variants for s in v.steps if s not in ("R", "B"))
     share = f"{again / rest:.1%}" if rest else "none"
+    chunks = count_text(len(variants), "chunk keeps", "chunks keep")
     return (
-        f"{keep}: {len(variants)} chunks keep {size_text(kept)} and {size_text(_inputs(variants))} of inputs in "
+        f"{keep}: {chunks} {size_text(kept)} and {size_text(_inputs(variants))} of inputs in "
         f"place of {size_text(whole)}; R is {share} of the FLOPs of F, I and W"
     )
 

@@ -162,7 +162,9 @@ def _notes(described: JobDescription) -> tuple[str, ...]:
         notes.append(f"gradients are summed in {reduce}, not in {described.accumulate}")
     if layout.zero == 3:
         bytes_of_element = 2 if reduce == described.compute and narrow else 4
-        notes += _fsdp_notes(layout, megabytes(layer_parameters(described.sizes), bytes_of_element))
+        known = "layers" in described.sizes.fields  # no other model's parameters are
+        unit = layer_parameters(described.sizes) if known else 0
+        notes += _fsdp_notes(layout, megabytes(unit, bytes_of_element))
     if layout.dp_replicate > 1 and not layout.zero:
         notes.append(f"DDP has one group of {layout.replicas} replicas")
     return tuple(notes)
@@ -170,7 +172,8 @@ def _notes(described: JobDescription) -> tuple[str, ...]:
 
 def _fsdp_notes(layout: DeviceLayout, unit_mb: float) -> Iterator[str]:
     if layout.bucket_mb != unit_mb:
-        yield f"FSDP gathers layer by layer ({unit_mb:g} MiB), not in buckets of {layout.bucket_mb or 25:g} MiB"
+        each = f" ({unit_mb:g} MiB)" if unit_mb else ""
+        yield f"FSDP gathers layer by layer{each}, not in buckets of {layout.bucket_mb or 25:g} MiB"
     if layout.prefetch not in (None, 1):
         yield f"FSDP 2 gathers one unit ahead, not {layout.prefetch}"
     if not layout.overlap:

@@ -46,6 +46,10 @@ def _impossible(described: JobDescription) -> list[str]:
         )
     if described.float8 is not None:
         lines.append("linear layers in float8; nearest: bfloat16")
+    if described.recompute and "layers" not in described.sizes.fields:
+        lines.append(
+            "recomputation of a model that is none of piper.models, whose layers are not counted; nearest: none"
+        )
     scale = {**USUAL_SCALE, **dict(described.loss_scale)}
     if "fixed" not in scale and (scale["growth"], scale["backoff"]) != (2.0, 0.5):
         lines.append(

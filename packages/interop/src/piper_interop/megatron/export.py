@@ -19,7 +19,9 @@ from piper_interop.neutral.described import (
 )
 from piper_interop.neutral.system import Exported
 from piper_interop.neutral.writer import check_batch
+from piper_ir.ground.errors import JobError
 from piper_ir.program.ops import BESIDE, WITHIN
+from piper_ir.tools import count_text
 
 FILE = "megatron.args"
 _KINDS = {"ring": "p2p", "gather": "all_gather", "heads": "a2a"}
@@ -37,6 +39,11 @@ _DEFAULT_MB = 25.0
 def export(described: JobDescription) -> Exported:
     """Return the options of a job in one file; raise JobError that names all that Megatron cannot do."""
     check_batch(described)
+    if "layers" not in described.sizes.fields:
+        raise JobError(
+            f"{described.name}: the model is none of piper.models, and Megatron makes its own of sizes, which are not "
+            f"known; give a job of piper.models"
+        )
     plan, options = described.layout, WrittenOptions()
     write_sizes(described.sizes, described.length, plan.tp, options)
     options.add("micro-batch-size", described.rows)
@@ -73,7 +80,7 @@ def _start(described: JobDescription) -> str:
     program = (
         "pretrain_gpt.py" if described.sizes.fields.get("causal", True) else "pretrain_bert.py"
     )
-    return f"start it on {plan.devices} devices: {connections}torchrun ... {program} $(cat {FILE})"
+    return f"start it on {count_text(plan.devices, 'device')}: {connections}torchrun ... {program} $(cat {FILE})"
 
 
 def _precision(described: JobDescription, options: WrittenOptions) -> None:
@@ -194,8 +201,11 @@ def _shared(described: JobDescription, options: WrittenOptions) -> None:
 
 def _expert_axes(described: JobDescription, options: WrittenOptions) -> None:
     """Say how many devices cut each expert; they lie along tp, cp and the replicas, followed by the other experts."""
-    plan = described.layout
-    dropless = described.sizes.fields["experts"].fields.get("capacity_factor") is None
+    plan, experts = described.layout, described.sizes.fields.get("experts")
+    if experts is None:
+        options.refuse(f"ep={plan.ep} of a model without experts", "ep=1")
+        return
+    dropless = experts.fields.get("capacity_factor") is None
     if not dropless or (plan.tp * plan.cp == 1 and not plan.hidden):
         return
     sizes = {"tp": plan.tp, "cp": plan.cp, "etp": plan.etp}

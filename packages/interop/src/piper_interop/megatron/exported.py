@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from piper_ir.ground.errors import JobError
+from piper_ir.tools import count_text
 
 
 @dataclass
@@ -39,7 +40,10 @@ class WrittenOptions:
         """Return the options, one a line; raise JobError that names all that cannot be said."""
         if self.refused:
             raise JobError(
-                "\n  ".join([f"{job}: {len(self.refused)} parts cannot be exported", *self.refused])
+                "\n  ".join(
+                    [f"{job}: {count_text(len(self.refused), 'part')} cannot be exported"]
+                    + self.refused
+                )
             )
         lines = (
             f"--{name}" if value is True else f"--{name} {value}"

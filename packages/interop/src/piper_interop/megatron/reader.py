@@ -19,7 +19,7 @@ from piper_interop.neutral.foreign import Foreign, OptionValue
 from piper_interop.neutral.options import Ignored, row_of
 from piper_interop.neutral.system import Asked
 from piper_ir.ground.errors import JobError
-from piper_ir.tools import unread
+from piper_ir.tools import count_text, unread
 
 _OPTION = re.compile(r"--[A-Za-z]")
 _MANY = re.compile(r"(ARGS|ARGUMENTS|OPTIONS|OPTS|FLAGS|PARAMS)\b", re.IGNORECASE)
@@ -208,7 +208,8 @@ def _values(
             continue
         values[option.name] = OptionValue(value, option.origin)
     if problems:
-        raise JobError("\n  ".join([f"{label}: {len(problems)} options cannot be read", *problems]))
+        told = count_text(len(problems), "option")
+        raise JobError("\n  ".join([f"{label}: {told} cannot be read", *problems]))
     return values
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from piper_interop.neutral.foreign import Foreign, OptionValue
 from piper_interop.neutral.options import OptionRow, nearest_name
 from piper_ir.ground.errors import JobError
+from piper_ir.tools import count_text
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ def checked(
         if not kind.takes(plain):
             wrong.append(f"  {name}={value.value!r}{foreign.at(name)}: {kind.words} is expected")
     if wrong:
-        raise JobError("\n".join([f"{source}: {len(wrong)} options have wrong values", *wrong]))
+        told = count_text(len(wrong), "option has", "options have")
+        raise JobError("\n".join([f"{source}: {told} wrong values", *wrong]))
     return plain_values
 
 

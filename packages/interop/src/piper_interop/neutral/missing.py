@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from piper_interop.neutral.described import JobDescription, ModelSizes
 from piper_interop.neutral.system import Asked
 from piper_ir.ground.errors import JobError
+from piper_ir.tools import count_text
 
 
 def asked_for(system: str, asked: Asked) -> tuple[ModelSizes, int, int]:
@@ -36,7 +37,7 @@ def lacks(system: str, described: JobDescription, impossible: Sequence[str]) -> 
     if impossible:
         lines = "\n".join(f"  {line}" for line in impossible)
         raise JobError(
-            f"{described.name}: {system} cannot do {len(impossible)} parts of this strategy\n{lines}"
+            f"{described.name}: {system} cannot do {count_text(len(impossible), 'part')} of this strategy\n{lines}"
         )
 
 
@@ -62,7 +63,7 @@ def shared_limits(described: JobDescription, no_pipeline: str, no_sequence: str)
         f'keep="{part.keep}" of {"all" if part.layers is None else part.layers} layers; nearest: "inputs" of all layers'
         for part in described.recompute
         if part.keep != "inputs"
-        or part.layers not in (None, described.sizes.fields["layers"])
+        or part.layers not in (None, described.sizes.fields.get("layers"))
         or part.group > 1
     ]
     return lines

@@ -112,7 +112,8 @@ def _model_lacks(described: JobDescription) -> Iterator[str]:
 
 def _options(described: JobDescription) -> Iterator[tuple[str, object]]:
     layout = described.layout
-    yield "training.seq_len", described.length
+    if described.length:  # a job need not say the tokens of its rows
+        yield "training.seq_len", described.length
     yield (
         "training.local_batch_size",
         described.rows * (described.microbatches if layout.pp > 1 else 1),
@@ -167,6 +168,8 @@ def stages(described: JobDescription) -> list[list[str]]:
 
 def _notes(described: JobDescription) -> Iterator[str]:
     float8 = described.float8
+    if not described.length:
+        yield "the tokens of a row are the recipe's: the job has no tokens_per_row"
     if float8 is not None:
         leaves_out = (
             "" if float8.modules == ("*",) and not float8.keep else "; it leaves lm_head out"

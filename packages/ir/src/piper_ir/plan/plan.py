@@ -38,7 +38,7 @@ from piper_ir.plan.plan_groups import Channel as Channel
 from piper_ir.plan.table_kinds import TableKinds, tabulate
 from piper_ir.program.layout import Layout, whole_shape
 from piper_ir.program.program import BatchTensor, Buffer, Chunk, LossKind, Param
-from piper_ir.tools import Brief, size_text
+from piper_ir.tools import Brief, count_text, size_text
 
 PLAN_VERSION = 1
 
@@ -247,7 +247,7 @@ class Plan(Brief):
     def facts(self) -> Iterator[tuple[str, object]]:
         """Yield the mesh, the size of the plan, and the peak of its fullest role."""
         yield "mesh", self.mesh
-        yield "microbatches", f"{self.microbatches} of {self.rows} rows"
+        yield "microbatches", f"{self.microbatches} of {count_text(self.rows, 'row')}"
         yield "roles", len(self.roles)
         yield "instructions", sum(len(role.program) for role in self.roles)
         yield "peak", size_text(max((role.peak_bytes for role in self.roles), default=0))

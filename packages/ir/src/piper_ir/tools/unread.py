@@ -18,7 +18,8 @@ _WORDS = {
 
 def unread(what: str, path: str | Path, error: OSError | ValueError, advice: str) -> str:
     """Return the message for a file that cannot be read: its kind and path, why in words, and how to go on."""
-    return f"cannot read {what} {path}: {why_unread(error)}; {advice}"
+    shown = path if str(path) else "''"
+    return f"cannot read {what} {shown}: {why_unread(error)}; {advice}"
 
 
 def why_unread(error: OSError | ValueError) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from textwrap import wrap
 from typing import Any, Protocol
 
 from piper_ir.ground.expert_tokens import LOAD_NOT_MEASURED
@@ -32,6 +34,8 @@ CATEGORY_NAMES = {
     "gradient": "gradients of activations", "scalar": "scalars", "measured": "measured", "workspace": "kernels",
 }  # fmt: skip
 """The names of categories of memory for people, if they differ from the plan's."""
+WIDTH = 120
+"""The most columns of a terminal that the words below a row take."""
 WIDEST = 8
 """The most ranks that are listed one by one; of more, only the one with the highest prediction is listed."""
 
@@ -40,16 +44,22 @@ WIDEST = 8
 class Table:
     """Hold rows of as many cells as there are columns; the first cell of a row is its name.
 
-    `notes` are lines below the rows; one that should warn the reader begins with "warning: ".
+    `notes` are lines below the rows; one that should warn the reader begins with "warning: ". `below` has the words
+    that stand under each row, which may be long; without any, rows stand alone.
     """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
+    below: tuple[str, ...] = ()
 
     def plain(self) -> str:
-        """Return aligned columns: the first to the left, the others to the right."""
+        """Return the table as text, with its notes."""
+        return "\n".join([*self.lines(), *self.notes])
+
+    def lines(self, width: int = WIDTH) -> list[str]:
+        """Return the title and aligned columns: the first to the left, the others to the right; words fill `width`."""
         widths = [
             max(len(row[i]) for row in (self.columns, *self.rows)) for i in range(len(self.columns))
         ]
@@ -59,7 +69,12 @@ class Table:
             return "  ".join([row[0].ljust(widths[0]), *others]).rstrip()
 
         rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-        return "\n".join([self.title, line(self.columns), rule, *map(line, self.rows), *self.notes])
+        said = [self.title, line(self.columns), rule]
+        indent = " " * (widths[0] + 2)
+        for row, words in zip_longest(self.rows, self.below, fillvalue=""):
+            said.append(line(tuple(row)))
+            said += wrap(words, width, initial_indent=indent, subsequent_indent=indent)
+        return said
 
 
 class Prediction(Protocol):
