@@ -159,9 +159,9 @@ def rendered(figure: Figure, kind: str) -> bytes:
     buffer = BytesIO()
     # `savefig` would draw everything once more, only for its layout, which drawing settles as well
     if kind == "svg":
-        FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
+        FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})  # type: ignore[no-untyped-call]  # matplotlib has no types here
     else:
-        FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})
+        FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})  # type: ignore[no-untyped-call]  # likewise
     return buffer.getvalue()
 
 
