@@ -160,6 +160,7 @@ class RoutedForms:
     ) -> None:
         self._how, self._module, self._inputs = how, module, inputs
         self._lines: list[tuple[int, int]] = []
+        self._any_rows = ""
 
     def _at(self, rows: int) -> _Rewriting:
         return _Rewriting(self._how, self._module(rows), self._inputs(rows), rows)
@@ -180,7 +181,7 @@ class RoutedForms:
         """Return the joint graph of a device."""
         rewriting, further = self._at(rows), self._how.overflow == "rounds"
         rewritten = rewriting.module(
-            rewriting.body_text() if further else "", self._room(rows) if further else []
+            self._body(rewriting) if further else "", self._room(rows) if further else []
         )
         own = [
             replace(i, example=rewriting.own(k)) if k in rewriting.stacks else i
@@ -198,6 +199,13 @@ class RoutedForms:
                 node.meta |= {POSTED: True, FILLED: True}
         return joint
 
+    def _body(self, rewriting: _Rewriting) -> str:
+        """Return the source of the body, made once if it takes any number of rows."""
+        text = self._any_rows or rewriting.body_text()
+        if text.endswith(ANY_ROWS):
+            self._any_rows = text
+        return text
+
     def _room(self, rows: int) -> list[int]:
         """Return the workspace bytes of further rounds: affine in the rows, and an upper bound.
 
@@ -206,7 +214,7 @@ class RoutedForms:
         """
         if not self._lines:
             few, many, more = (
-                rewriting.room(rewriting.body_text())
+                rewriting.room(self._body(rewriting))
                 for rewriting in map(self._at, (FEW, MANY, MANY + 1))
             )
             self._lines = [(a, c - b) for a, b, c in zip(few, many, more, strict=True)]
