@@ -159,8 +159,7 @@ class RoutedForms:
         self, how: Routed, module: Callable[[int], fx.GraphModule], inputs: ChunkInputs
     ) -> None:
         self._how, self._module, self._inputs = how, module, inputs
-        self._lines: list[tuple[int, int]] = []
-        self._any_rows = ""
+        self._lines, self._any_rows = list[tuple[int, int]](), ""
 
     def _at(self, rows: int) -> _Rewriting:
         return _Rewriting(self._how, self._module(rows), self._inputs(rows), rows)
@@ -180,9 +179,8 @@ class RoutedForms:
     def joint(self, rows: int, mask: Sequence[bool]) -> Joint:
         """Return the joint graph of a device."""
         rewriting, further = self._at(rows), self._how.overflow == "rounds"
-        rewritten = rewriting.module(
-            self._body(rewriting) if further else "", self._room(rows) if further else []
-        )
+        body, room = (self._body(rewriting), self._room(rows)) if further else ("", [])
+        rewritten = rewriting.module(body, room)
         own = [
             replace(i, example=rewriting.own(k)) if k in rewriting.stacks else i
             for k, i in enumerate(self._inputs(rows))
@@ -202,8 +200,7 @@ class RoutedForms:
     def _body(self, rewriting: _Rewriting) -> str:
         """Return the source of the body, made once if it takes any number of rows."""
         text = self._any_rows or rewriting.body_text()
-        if text.endswith(ANY_ROWS):
-            self._any_rows = text
+        self._any_rows = text if text.endswith(ANY_ROWS) else ""
         return text
 
     def _room(self, rows: int) -> list[int]:

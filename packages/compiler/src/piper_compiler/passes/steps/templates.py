@@ -13,7 +13,7 @@ from itertools import islice, pairwise
 import numpy as np
 
 from piper_compiler.passes.steps.adder import HeldValues, Scheduled
-from piper_compiler.passes.steps.arrays import Flags, Ints, int_array, run_starts
+from piper_compiler.passes.steps.arrays import Flags, Ints, int_array, run_starts, within
 from piper_compiler.passes.steps.draft import Draft
 from piper_compiler.passes.steps.parts import Made, PartMaker
 from piper_compiler.passes.steps.release import Releases, Uses
@@ -332,8 +332,8 @@ class Drafted:
         for r, (a, b) in enumerate(pairwise(self.draft.offsets)):
             templates, used = final.role(a, b)
             first = tuple(buffer_numbers[maker == -1 - r].tolist())
-            buffers = _within(maker[there], buffer_numbers[there], a, b)
-            columns = waits.of(a, b), _within(freed.before, freed.early, a, b), buffers, first
+            buffers = within(maker[there], buffer_numbers[there], a, b)
+            columns = waits.of(a, b), within(freed.before, freed.early, a, b), buffers, first
             tables.append(InstrTable(values, templates, used, mbs[a:b], *columns))
         return tables
 
@@ -497,14 +497,3 @@ def _with_frees(template: _Template, kind: int, frees: _FreesOfParts) -> InstrTe
             )
         parts.append(part)
     return InstrTemplate(template.stream, tuple(parts), template.given, kind)
-
-
-def _within(instrs: Ints, numbers: Ints, a: int, b: int) -> dict[int, tuple[int, ...]]:
-    """Return the numbers of each instruction from a to b, counted from a; `instrs` are ascending."""
-    first, end = np.searchsorted(instrs, (a, b)).tolist()
-    numbers_by_instr: dict[int, tuple[int, ...]] = {}
-    for i, one in zip(
-        (instrs[first:end] - a).tolist(), zip(numbers[first:end].tolist()), strict=True
-    ):
-        numbers_by_instr[i] = numbers_by_instr[i] + one if i in numbers_by_instr else one
-    return numbers_by_instr
