@@ -148,6 +148,10 @@ class FiniteSpace:
     def starts(self) -> Sequence[Mapping[str, Any]]:
         return self.space.starts
 
+    def kind(self, start: Mapping[str, Any]) -> object:
+        """Return the sizes by which starts are alike."""
+        return self.space.kind(start)
+
 
 @dataclass(frozen=True)
 class _Stepped:

@@ -29,6 +29,29 @@ def test_half_of_the_trials_are_starts_and_the_others_come_in_between() -> None:
     assert rows[5] == Begun.starts[4] and Begun.starts[5] not in rows.values(), "every third one"
 
 
+class Kinds(Begun):
+    """The same space, with one start that is unlike the others, behind all that a search has time for."""
+
+    starts = (*Begun.starts, *tuple(points())[20:])
+
+    def kind(self, start: Any) -> bool:
+        return bool(start == self.starts[self.unlike])
+
+    def __init__(self, unlike: int) -> None:
+        self.unlike = unlike
+
+
+def test_a_kind_without_a_start_has_one_among_the_last_trials() -> None:
+    """A mesh that looks slow may come behind all the starts that a search has time for."""
+    usual, searched = (
+        [dict(row.params) for row in tune(problem(), Kinds(unlike), trials=12, workers=0).rows]
+        for unlike in (0, -1)
+    )
+    at = searched.index(Kinds.starts[-1])
+    assert Kinds.starts[-1] not in usual[: at + 1]
+    assert searched[:at] == usual[:at] and at >= 10, "the search is the same up to then"
+
+
 def test_numbers_without_steps_keep_their_values_while_others_have_neighbours() -> None:
     def loss(trial: optuna.Trial) -> float:
         chosen = [trial.suggest_categorical(name, tuple(range(6))) for name in "abc"]

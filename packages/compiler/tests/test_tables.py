@@ -130,11 +130,9 @@ def test_negative_control_a_value_that_never_dies_is_seen(monkeypatch: pytest.Mo
     case = RandomProgram(Random(3), 2, buffers=False)
     program, strategy = case.build(), Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=4))
     good = compile_program(program, strategy).plan
-    original = templates._with_frees
+    original = templates._frees
     monkeypatch.setattr(
-        templates,
-        "_with_frees",
-        lambda template, kind, traces, dying: original(template, kind, traces, ()),
+        templates, "_frees", lambda template, traces, dying: original(template, traces, ())
     )
     assert compile_program(program, strategy).plan != good
 

@@ -3,6 +3,8 @@ way."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +25,8 @@ from piper_ops import (
     peak_bytes_inside,
     route,
 )
+from piper_ops.costing.room import room_of_rounds
+from piper_ops.costing.workspace import Live
 from piper_ops.experts import rounds, trades
 from piper_ops.experts.trades import Round
 from tests.helpers.cases import each_case
@@ -225,3 +229,26 @@ def test_further_rounds_are_no_ops_of_their_own() -> None:
         rounds.experts_return(
             torch.ones(1, 1, 1), *[torch.ones(1, 1)] * 3, [], "", "ep", "", 1, 0, [0, 0, 0]
         )
+
+
+def test_gradients_take_the_room_that_their_runs_hold() -> None:
+    """The first gradients are counted from further ones; here they run themselves."""
+
+    def run(given: list[Tensor]) -> tuple[Tensor, ...]:
+        return ((given[0] @ given[2].sum(0)).relu(),)
+
+    body = rounds.ExpertBody(run, any_rows=False)
+    on_meta = partial(torch.empty, device="meta")
+    rows, back = on_meta((24, WIDTH)), on_meta((DEVICES, 5, WIDTH))
+    table, weights = on_meta((DEVICES, EXPERTS), dtype=torch.int64), [on_meta((2, WIDTH, WIDTH))]
+    grad, how = on_meta((24, WIDTH)), (rows, table, table, weights, body, "ep", "", 5, 0, (0,) * 5)
+
+    def held(run: Callable[..., object], *more: object) -> int:
+        live = Live([grad, rows, table, *weights])
+        with live, torch.no_grad():
+            run(lambda kind, axis, sent: torch.empty_like(sent), grad, *how, *more)
+        return live.most
+
+    room = room_of_rounds(rows, back, table, table, weights, body, [True])
+    assert room[1] == held(rounds.run_return_dgrad) > room[3] > 0
+    assert room[2] == held(rounds.run_return_wgrad, [True]) > room[4] > 0

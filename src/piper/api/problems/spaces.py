@@ -189,6 +189,10 @@ class StrategySpace:
         every = sorted([*self._published(cells), *cells, *roomy], key=self._step_s)
         return tuple({frozenset(start.items()): start for start in every}.values())
 
+    def kind(self, start: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return the sizes of tp, cp and pp: starts that differ in other choices are alike."""
+        return tuple(int(start[axis]) for axis in AXES if axis != "ep")
+
     def _cells(self) -> Iterator[dict[str, int]]:
         """Yield the sizes of the axes that divide."""
         every = (dict(zip(AXES, at)) for at in product(*(self.sizes[axis] for axis in AXES)))

@@ -100,9 +100,10 @@ def score(
             if engine or known is None:
                 return _of_plan(problem, lowered(graph, rows, request), engine)
             key = _plan_key(strategy, graph)
-            if key not in known:
-                known[key] = _of_plan(problem, lowered(graph, rows, request), engine)
-            return known[key]
+            outcome = known.get(key)
+            if outcome is None:
+                outcome = known[key] = _of_plan(problem, lowered(graph, rows, request), engine)
+            return outcome
     except _Missing as e:
         return Needs(e.wanted)
     except PiperError as e:
@@ -156,12 +157,13 @@ class _Compiling:
 def _plan_key(strategy: Strategy, graph: Graph) -> object:
     """Return a key that is equal only for strategies of a problem that make the same plan; `graph` is complete.
 
-    The size of buckets counts by the buckets that it makes, unless a user's directive may read it.
+    The size of buckets counts by the buckets that it makes, unless a user's directive may read it. The rest of a bucket
+    follows from its parameters and the directives.
     """
     items = directives.simplest(strategy.directives)
     if all(type(d).__module__.startswith("piper_compiler.") for d in items):
         items = tuple([replace(d, bucket_mb=1) if type(d) is replicate else d for d in items])
-    return Strategy(strategy.mesh, items), tuple(graph.buckets.values())
+    return Strategy(strategy.mesh, items), tuple([b.params for b in graph.buckets.values()])
 
 
 def seconds_of(model: CostModel, plan: Plan) -> list[float]:

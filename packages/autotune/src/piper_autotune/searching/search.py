@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import optuna
@@ -47,6 +47,8 @@ UNUSABLE = 1e6
 """The part of the limit by which a candidate without any plan counts as exceeding it: more than any with one."""
 BETWEEN = 3
 """The number of proposals among which one is a start, once half of the trials are spent."""
+LAST = 12
+"""The part of the trials, the last twelfth, in which starts of a kind without any come first."""
 ATTRIBUTE = "piper"
 
 
@@ -81,7 +83,7 @@ class _Pending:
 class StrategySearch:
     """Run one search; `rows` hold the results by number, and `strategies` the strategy of each row that has one.
 
-    `starts` are choices by name that are tried before the sampler's; see `tune`.
+    `starts` are choices by name that are tried before the sampler's, and `kind` says which are alike; see `tune`.
     """
 
     study: optuna.Study
@@ -94,6 +96,7 @@ class StrategySearch:
     progress: Callable[[SearchProgress], None] | None = None
     cases: JobCases | None = None
     starts: tuple[Mapping[str, Any], ...] = ()
+    kind: Callable[[Mapping[str, Any]], object] = field(kw_only=True)
 
     def __post_init__(self) -> None:
         self.rows: dict[int, Row] = {}
@@ -107,6 +110,7 @@ class StrategySearch:
         self._pending: deque[_Pending] = deque()
         self._spent = self._asked = 0
         self._starts = deque(self.starts)
+        self._kinds: set[object] = set()
         self._ended = self._one_by_one = False
 
     def resume(self) -> None:
@@ -190,8 +194,10 @@ class StrategySearch:
     def _propose(self) -> bool:
         """Ask for one candidate, and hand it in unless a rule rejects it; return False when it is known."""
         self._asked += 1
-        if self._starts and (2 * self._spent < self.trials or self._asked % BETWEEN == 0):
-            self.study.enqueue_trial(dict(self._starts.popleft()))
+        if (start := self._next_start()) is not None:
+            self._starts.remove(start)
+            self._kinds.add(self.kind(start))
+            self.study.enqueue_trial(dict(start))
         trial = self.study.ask()
         try:
             strategy = self._space.strategy(self.function, trial)
@@ -219,6 +225,18 @@ class StrategySearch:
             _Pending(trial, strategy, self.evaluator.submit(strategy), trial.number)
         )
         return True
+
+    def _next_start(self) -> Mapping[str, Any] | None:
+        """Return the start to try next; None if it is the sampler's turn.
+
+        The last trials go to starts of a kind of which none was tried, so that each kind has an answer.
+        """
+        if LAST * (self.trials - self._spent) <= self.trials:
+            new = (start for start in self._starts if self.kind(start) not in self._kinds)
+            if (start := next(new, None)) is not None:
+                return start
+        turn = 2 * self._spent < self.trials or self._asked % BETWEEN == 0
+        return self._starts[0] if self._starts and turn else None
 
     def _failed(self, trial: Any, reason: str, kind: str) -> bool:
         """Record that the function gave no strategy, and return whether that is new: the same values do so again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -64,7 +64,8 @@ def tune(
     Args:
         problem: the job, the cluster and the limit of the search.
         strategy: takes a trial, chooses with Optuna's `suggest_*`, and returns a Strategy. If it has `starts`, choices
-            by name, a new search tries these first, in half of its trials, and the others in between.
+            by name, a new search tries these first, in half of its trials, and others in between. In its last trials
+            it tries one of each kind, as its `kind` says, of which none was tried.
         at_rows: as in `compile_program`.
         under: the program under policies of recomputation and shardings, at a number of rows.
         trials: candidates that are compiled and scored (or whose function raises). Known ones are free, and so are
@@ -126,6 +127,7 @@ def tune(
                 progress=progress,
                 cases=cases,
                 starts=tuple(starts),
+                kind=getattr(strategy, "kind", _one_kind),
             )
             search.resume()
             search.run()
@@ -142,6 +144,10 @@ def tune(
         finally:
             if evaluator is None:
                 ours.close()
+
+
+def _one_kind(start: Mapping[str, Any]) -> None:
+    """Let all starts be alike."""
 
 
 def most_workers() -> int:

@@ -58,6 +58,7 @@ class WholeBuckets:
         self._home = {p: b.id for b in graph.buckets.values() for p in b.params}
         self._known: dict[tuple[str, str, bool], BucketUse] = {}
         self._kept_by_role: dict[str, KeptBuckets | None] = {}
+        self._uses_in_turn: dict[str, list[BucketUse]] = {}
         self.gathered = {
             b.id: b.numel * ITEM_BYTES[b.compute_dtype] for b in graph.buckets.values() if b.lent
         }
@@ -104,8 +105,8 @@ class WholeBuckets:
         most_by_role = {
             role: max(map(self.bytes_in, uses), default=0) for role, uses in self._uses.items()
         }
-        for role, turns in self._turns.items():
-            uses = [use for node in turns if (use := self.use(node)).gathered]
+        for role in self._turns:
+            uses = [use for use in self._in_turn(role) if use.gathered]
             ahead = 1 + min([policy.prefetch for policy in self._policies(role)], default=0)
             for sight in dict.fromkeys(tuple(uses[k : k + ahead]) for k in range(len(uses))):
                 together = BucketUse(
@@ -178,17 +179,18 @@ class WholeBuckets:
         return self._kept_by_role[role]
 
     def _windowed(self, role: str) -> KeptBuckets | None:
-        policies, turns = self._policies(role), self._turns.get(role)
-        if turns is None or len(policies) != 1:
+        policies = self._policies(role)
+        if role not in self._turns or len(policies) != 1:
             return None
         (policy,) = policies
-        change = [0] * (len(turns) + 1)
+        uses = self._in_turn(role)
+        change = [0] * (len(uses) + 1)
         counts = []
         for name, nbytes, room in (
             ("gathered", self.gathered, policy.resident_bytes),
             ("reduced", self.reduced, policy.reduced_bytes),
         ):
-            touched: list[tuple[str, ...]] = [getattr(self.use(node), name) for node in turns]
+            touched: list[tuple[str, ...]] = [getattr(use, name) for use in uses]
             at = [k for k, buckets in enumerate(touched) if buckets]
             whole = windows([touched[k] for k in at], nbytes, room)
             for window in whole:
@@ -197,6 +199,18 @@ class WholeBuckets:
             counts.append(Counter(window.bucket for window in whole))
         gathers, scatters = counts
         return KeptBuckets(gathers, scatters, max(accumulate(change)))
+
+    def _in_turn(self, role: str) -> list[BucketUse]:
+        """Return the buckets that each compute node of a role holds whole, in the order of the nodes."""
+        if role not in self._uses_in_turn:
+            found: dict[
+                int, BucketUse
+            ] = {}  # by the identity of a node, which has a turn in each microbatch
+            self._uses_in_turn[role] = [
+                found.get(id(node)) or found.setdefault(id(node), self.use(node))
+                for node in self._turns[role]
+            ]
+        return self._uses_in_turn[role]
 
     def _policies(self, role: str) -> set[Replication]:
         """Return how the chunks of a role are replicated."""

@@ -159,7 +159,7 @@ class RoutedForms:
         self, how: Routed, module: Callable[[int], fx.GraphModule], inputs: ChunkInputs
     ) -> None:
         self._how, self._module, self._inputs = how, module, inputs
-        self._lines: list[tuple[int, int]] = []
+        self._lines, self._any_rows = list[tuple[int, int]](), ""
 
     def _at(self, rows: int) -> _Rewriting:
         return _Rewriting(self._how, self._module(rows), self._inputs(rows), rows)
@@ -179,9 +179,8 @@ class RoutedForms:
     def joint(self, rows: int, mask: Sequence[bool]) -> Joint:
         """Return the joint graph of a device."""
         rewriting, further = self._at(rows), self._how.overflow == "rounds"
-        rewritten = rewriting.module(
-            rewriting.body_text() if further else "", self._room(rows) if further else []
-        )
+        body, room = (self._body(rewriting), self._room(rows)) if further else ("", [])
+        rewritten = rewriting.module(body, room)
         own = [
             replace(i, example=rewriting.own(k)) if k in rewriting.stacks else i
             for k, i in enumerate(self._inputs(rows))
@@ -198,6 +197,12 @@ class RoutedForms:
                 node.meta |= {POSTED: True, FILLED: True}
         return joint
 
+    def _body(self, rewriting: _Rewriting) -> str:
+        """Return the source of the body, made once if it takes any number of rows."""
+        text = self._any_rows or rewriting.body_text()
+        self._any_rows = text if text.endswith(ANY_ROWS) else ""
+        return text
+
     def _room(self, rows: int) -> list[int]:
         """Return the workspace bytes of further rounds: affine in the rows, and an upper bound.
 
@@ -206,7 +211,7 @@ class RoutedForms:
         """
         if not self._lines:
             few, many, more = (
-                rewriting.room(rewriting.body_text())
+                rewriting.room(self._body(rewriting))
                 for rewriting in map(self._at, (FEW, MANY, MANY + 1))
             )
             self._lines = [(a, c - b) for a, b, c in zip(few, many, more, strict=True)]

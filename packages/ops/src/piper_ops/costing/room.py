@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,24 +47,23 @@ def room_of_rounds(
         0,
         (0,) * len(rounds.ROUNDS),
     )
-    runs = list(rounds.ROUNDS.values())
     grad = back.new_empty((rows.shape[0], back.shape[2]))
     totals = [torch.empty_like(w) for w, mine in zip(weights, wanted, strict=True) if mine]
-    calls = [
-        (back, *common),
-        (grad, *common),
-        (grad, *common, list(wanted)),
-        (grad, *common, torch.empty_like(rows)),
-    ]
-    peaks = []
-    for run, args in zip(
-        runs, [*calls, (grad, *common, list(wanted), totals[1:], *totals[:1])], strict=True
-    ):
-        if run is rounds.run_further_wgrad and not totals:
-            peaks.append(0)
-            continue
-        live = Live(tree_leaves(args))
-        with live, torch.no_grad():
-            run(partial(_met, every.shape[0]), *args)
-        peaks.append(live.most)
-    return peaks
+    met = partial(_met, every.shape[0])
+    returned = _most(partial(rounds.run_return, met), back, *common)
+    of_rows = _most(partial(rounds.run_further_dgrad, met), grad, *common, torch.empty_like(rows))
+    of_weights = 0
+    if totals:
+        more = list(wanted), totals[1:], totals[0]
+        of_weights = _most(partial(rounds.run_further_wgrad, met), grad, *common, *more)
+    # The first gradients are computed like further ones, beside sums that are made before.
+    summed = sum(t.nbytes for t in totals)
+    return [returned, rows.nbytes + of_rows, summed + of_weights, of_rows, of_weights]
+
+
+def _most(run: Callable[..., Any], *args: Any) -> int:
+    """Return the most bytes that a run on meta tensors holds at once beside its arguments."""
+    live = Live(tree_leaves(args))
+    with live, torch.no_grad():
+        run(*args)
+    return live.most

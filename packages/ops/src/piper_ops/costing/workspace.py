@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from weakref import WeakSet
 
@@ -396,12 +396,24 @@ class Live(TorchDispatchMode):
         self.most: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and isinstance(args[0], Tensor) and args[0].is_meta and _is_in_place(func):
+            return args[0]  # without content nothing changes, and torch takes long to find that
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._given:
                 self._alive.add(leaf.untyped_storage())
         self.most = max(self.most, sum(s.nbytes() for s in self._alive))
         return result
+
+
+@cache
+def _is_in_place(func: torch._ops.OpOverload) -> bool:
+    """Return whether an operator changes the content of its first argument alone, and returns it."""
+    schema = func._schema
+    if torch.Tag.inplace_view in func.tags or len(schema.returns) != 1:
+        return False
+    first, *others = (a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+    return schema.name.endswith("_") and first and not any(others)
 
 
 ROUTING = (

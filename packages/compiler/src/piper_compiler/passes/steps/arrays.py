@@ -27,3 +27,14 @@ def run_starts(lengths: Ints) -> Ints:
 def index_in_run(lengths: Ints) -> Ints:
     """Return for each entry its index within its run, for consecutive runs of these lengths."""
     return np.arange(int(lengths.sum())) - np.repeat(run_starts(lengths), lengths)
+
+
+def within(instrs: Ints, numbers: Ints, a: int, b: int) -> dict[int, tuple[int, ...]]:
+    """Return the numbers of each instruction from a to b, counted from a; `instrs` are ascending."""
+    first, end = np.searchsorted(instrs, (a, b)).tolist()
+    numbers_by_instr: dict[int, tuple[int, ...]] = {}
+    for i, one in zip(
+        (instrs[first:end] - a).tolist(), zip(numbers[first:end].tolist()), strict=True
+    ):
+        numbers_by_instr[i] = numbers_by_instr[i] + one if i in numbers_by_instr else one
+    return numbers_by_instr

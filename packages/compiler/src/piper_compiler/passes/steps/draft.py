@@ -128,19 +128,19 @@ class Draft:
         """Return sort keys that put the instructions nearly into their scheduled order.
 
         A transfer is scheduled when it can be sent. In a plan it also waits for its buffer, and for the transfers
-        before it on its streams.
+        before it on its streams, and compute may wait for it.
         """
         key, event_of = 2 * self.place, self.walks.event_of
+        waiter, target = event_of[self.waits.waiter], event_of[self.waits.target]
         carried = self.channelled[self.waits.waiter]
-        waiter, target = event_of[self.waits.waiter[carried]], event_of[self.waits.target[carried]]
         streams = [
-            event_of[nodes]
-            for nodes in map(int_array, self.bare.streams)
-            if self.channelled[nodes[0]]
+            (nodes, self.channelled[nodes[0]]) for nodes in map(int_array, self.bare.streams)
         ]
-        for _ in range(2):  # a transfer that is later may make others later, on its other stream
-            np.maximum.at(key, waiter, key[target] + 1)
-            for nodes in streams:
+        # A transfer that is later may make others later, on its other stream.
+        for channelled in (True, True, False):
+            mine = carried if channelled else ~carried
+            np.maximum.at(key, waiter[mine], key[target[mine]] + 1)
+            for nodes in (event_of[nodes] for nodes, of in streams if of == channelled):
                 key[nodes] = np.maximum.accumulate(key[nodes])
         return key, self.place
 

@@ -114,6 +114,9 @@ class _Role:
         self.starts: list[float] | None = None
         self.ending = _ending(self.ops)
         self.ids: dict[tuple[str, str, int], str] = {}  # of nodes that are in one microbatch
+        self.kinds = {
+            b.id: [FROM_HOST] * b.away + ["gather"] * bool(b.shard.params) for b in buckets
+        }
 
     def add(self, starts: Sequence[float], seconds: Sequence[float]) -> None:
         """Add everything that the role's buckets need."""
@@ -176,9 +179,9 @@ class _Role:
     def _gather(self, window: CacheWindow, at: list[int]) -> None:
         """Add the copy of parameters from the host, if they are there, and their gather, if ranks share them."""
         adder, first = self.adder, self.order[at[window.uses[0]]]
-        bucket, _ = self._bucket(window)
+        bucket = adder.graph.buckets[window.bucket]
         numbers, made = list[int](), tuple[str, ...]()
-        for kind in [FROM_HOST] * bucket.away + ["gather"] * bool(bucket.shard.params):
+        for kind in self.kinds[window.bucket]:
             id, mb = self._named(kind, window, at)
             known = adder.new.get(id)
             make = self._copy_node if kind == FROM_HOST else self._gather_node
@@ -191,9 +194,12 @@ class _Role:
         if behind < 0:
             adder.front.extend(numbers)
         else:
-            adder.after.setdefault(self.order[behind], []).extend(numbers)
-            adder.edges += [(self.order[behind], number) for number in numbers]
-        adder.edges += [*pairwise([*numbers, first])]
+            before = self.order[behind]
+            adder.after.setdefault(before, []).extend(numbers)
+            for number in numbers:
+                adder.edges.append((before, number))
+        numbers.append(first)
+        adder.edges += pairwise(numbers)
         self._hold("gathered", window, at, made[0])
 
     def _copy_node(self, id: str, bucket: Bucket, first: int, reads: tuple[str, ...]) -> Node:
@@ -213,10 +219,9 @@ class _Role:
         return Node(id, op, coords, reads, (value,), self.role, stream)
 
     def _hold(self, category: Category, window: CacheWindow, at: list[int], value: str) -> None:
+        held, order, entry = self.adder.held, self.order, (category, window.bucket, value)
         for use in window.uses:
-            self.adder.held.setdefault(self.order[at[use]], []).append(
-                (category, window.bucket, value)
-            )
+            held.setdefault(order[at[use]], []).append(entry)
 
     def _scatter(self, window: CacheWindow, at: list[int], place: int, *, final: bool) -> None:
         adder, first, last = self.adder, self.order[at[window.uses[0]]], at[window.uses[-1]]

@@ -6,14 +6,14 @@ the templates before that is known, and `programs` returns the templates of the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 
 import numpy as np
 
 from piper_compiler.passes.steps.adder import HeldValues, Scheduled
-from piper_compiler.passes.steps.arrays import Flags, Ints, int_array, run_starts
+from piper_compiler.passes.steps.arrays import Flags, Ints, int_array, run_starts, within
 from piper_compiler.passes.steps.draft import Draft
 from piper_compiler.passes.steps.parts import Made, PartMaker
 from piper_compiler.passes.steps.release import Releases, Uses
@@ -52,36 +52,51 @@ class _Template:
     aheads: tuple[int, ...] = (0,)
     """The microbatches of its parts, relative to the instruction's."""
 
+    def values(self, ahead: int) -> Iterator[int]:
+        """Yield the values that its parts in a microbatch touch, by their numbers for that one."""
+        for entry in self.made:
+            if entry.part.ahead == ahead:
+                for v in (*entry.part.writes, *entry.part.reads, *entry.part.held):
+                    yield v - ahead
+
 
 @dataclass(eq=False, slots=True)
 class _Trace:
     """Record the instructions of a microbatch on a role so far.
 
     Attributes:
-        order: the values that it has touched, in the order of first touch; behind these may stand values that a later
-            trace has touched, since a trace shares them with the first that follows it.
-        length: how many it has touched.
-        then: the next trace, by template.
+        before: the trace without the last of them; None before the first.
+        last: the last of them, and how far its parts' microbatch is ahead of its own.
         known: the templates of the plan that end here, by the values that die in them.
+        touched: the values that it has touched, in the order of first touch, and how many these are; None until they
+            are asked for. Behind them may stand values that a later trace has touched, since a trace shares them with
+            the first that follows it.
     """
 
-    order: dict[int, int] = field(default_factory=dict)
-    length: int = 0
-    then: dict[tuple[int, int], _Trace] = field(default_factory=dict)
+    before: _Trace | None = None
+    last: tuple[_Template, int] | None = None
     known: dict[Dying, int] = field(default_factory=dict)
+    touched: tuple[dict[int, int], int] | None = None
 
-    def after(self, template: _Template, ahead: int) -> _Trace:
-        """Return the trace after the parts of an instruction whose microbatch is `ahead` of the instruction's."""
-        trace = self.then.get((id(template), ahead))
-        if trace is None:
-            shares = len(self.order) == self.length
-            order = self.order if shares else dict(islice(self.order.items(), self.length))
-            for entry in template.made:
-                if entry.part.ahead == ahead:
-                    for v in (*entry.part.writes, *entry.part.reads, *entry.part.held):
-                        order.setdefault(v - ahead, len(order))
-            trace = self.then[id(template), ahead] = _Trace(order, len(order))
-        return trace
+    @property
+    def order(self) -> Mapping[int, int]:
+        """Return the place of each value that it has touched, in the order of first touch."""
+        missing: list[_Trace] = []
+        trace: _Trace | None = self
+        while trace is not None and trace.touched is None:
+            missing.append(trace)
+            trace = trace.before
+        order, length = ({}, 0) if trace is None or trace.touched is None else trace.touched
+        for later in reversed(missing):
+            if len(order) != length:
+                order = dict(islice(order.items(), length))
+            if later.last is not None:
+                template, ahead = later.last
+                for v in template.values(ahead):
+                    order.setdefault(v, len(order))
+            length = len(order)
+            later.touched = order, length
+        return order
 
 
 class Drafted:
@@ -317,8 +332,8 @@ class Drafted:
         for r, (a, b) in enumerate(pairwise(self.draft.offsets)):
             templates, used = final.role(a, b)
             first = tuple(buffer_numbers[maker == -1 - r].tolist())
-            buffers = _within(maker[there], buffer_numbers[there], a, b)
-            columns = waits.of(a, b), _within(freed.before, freed.early, a, b), buffers, first
+            buffers = within(maker[there], buffer_numbers[there], a, b)
+            columns = waits.of(a, b), within(freed.before, freed.early, a, b), buffers, first
             tables.append(InstrTable(values, templates, used, mbs[a:b], *columns))
         return tables
 
@@ -365,7 +380,7 @@ class _Final:
     def role(self, a: int, b: int) -> tuple[list[InstrTemplate], list[int]]:
         """Return the templates of a role's instructions a to b, and which each uses."""
         made = _RoleTemplates()
-        start, traces = made.start, made.traces
+        start, traces, then = made.start, made.traces, made.then
         numbers: list[int] = []
         transfers: dict[int, int] = {}
         mbs = self.drafted.mb[a:b].tolist()
@@ -380,12 +395,13 @@ class _Final:
                 numbers.append(made.joining(template, mb, dying))
                 continue
             before = traces.get(mb, start)
-            trace = traces[mb] = before.then.get((id(template), 0)) or before.after(template, 0)
+            key = id(before), id(template), 0
+            trace = traces[mb] = then.get(key) or made.after(before, template, 0)
             number = trace.known.get(dying)
             if number is None:
                 number = trace.known[dying] = made.add(template, {0: trace}, dying)
             numbers.append(number)
-        return _shared(made.templates, numbers)
+        return made.templates, numbers
 
 
 class _RoleTemplates:
@@ -394,25 +410,40 @@ class _RoleTemplates:
     Attributes:
         start: the trace before the first instruction.
         traces: by microbatch, its trace so far.
+        then: the traces by the one before and the template: a trace that held the next would never be freed.
     """
 
     def __init__(self) -> None:
         self.templates: list[InstrTemplate] = []
         self.start, self.traces = _Trace(), dict[int, _Trace]()
+        self.then: dict[tuple[int, int, int], _Trace] = {}
         self._known: dict[object, int] = {}
         self._kinds: dict[int, int] = {}
+        self._numbers: dict[tuple[int, _FreesOfParts], int] = {}
+
+    def after(self, before: _Trace, template: _Template, ahead: int) -> _Trace:
+        """Return the trace after the parts of an instruction whose microbatch is `ahead` of the instruction's."""
+        trace = self.then.get((id(before), id(template), ahead))
+        if trace is None:
+            trace = self.then[id(before), id(template), ahead] = _Trace(before, (template, ahead))
+        return trace
 
     def add(self, template: _Template, traces: Mapping[int, _Trace], dying: Dying) -> int:
-        """Add a template with the frees of its parts, and return its number."""
+        """Add a template with the frees of its parts unless it is there, and return its number."""
         kind = self._kinds.setdefault(id(template), len(self._kinds))
-        self.templates.append(_with_frees(template, kind, traces, dying))
-        return len(self.templates) - 1
+        key = kind, _frees(template, traces, dying)
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self.templates)
+            self.templates.append(_with_frees(template, *key))
+        return number
 
     def joining(self, template: _Template, mb: int, dying: Dying) -> int:
         """Return the number of a template that computes and joins microbatches, or is of none."""
         own_traces: list[_Trace] = []
         for n in template.aheads if mb >= 0 else ():
-            trace = self.traces[mb + n] = self.traces.get(mb + n, self.start).after(template, n)
+            before = self.traces.get(mb + n, self.start)
+            trace = self.traces[mb + n] = self.after(before, template, n)
             own_traces.append(trace)
         key = id(template), dying, *map(id, own_traces)
         number = self._known.get(key)
@@ -438,45 +469,31 @@ def _ahead(made: Made, n: int) -> Made:
     return Made(replace(part, reads=reads, writes=writes, ahead=n), *others)
 
 
-def _with_frees(
-    template: _Template, kind: int, traces: Mapping[int, _Trace], dying: Dying
-) -> InstrTemplate:
-    """Return an instruction whose parts free the sent ones of the dying values first, then the others by first use."""
-    parts = []
+_FreesOfParts = tuple[tuple[int, ...], ...]
+"""The values that each part of an instruction frees."""
+
+
+def _frees(template: _Template, traces: Mapping[int, _Trace], dying: Dying) -> _FreesOfParts:
+    """Return the values that die in each part: the sent ones first, then the others by first use."""
+    frees: list[tuple[int, ...]] = []
     for k, entry in enumerate(template.made):
-        part = entry.part
-        sent = [v for number, v, is_sent in dying if number == k and is_sent]
-        others = [
-            *entry.inside,
-            *[v for number, v, is_sent in dying if number == k and not is_sent],
-        ]
+        own = [(v, is_sent) for number, v, is_sent in dying if number == k]
+        others = [*entry.inside, *[v for v, is_sent in own if not is_sent]]
         if entry.inside:
-            order, ahead = traces[part.ahead].order, part.ahead
+            order, ahead = traces[entry.part.ahead].order, entry.part.ahead
             others.sort(key=lambda v: order[v - ahead])
-        if sent or others:  # `replace` of dataclasses takes four times as long
-            frees = (*sent, *others)
+        frees.append((*[v for v, is_sent in own if is_sent], *others))
+    return tuple(frees)
+
+
+def _with_frees(template: _Template, kind: int, frees: _FreesOfParts) -> InstrTemplate:
+    """Return an instruction whose parts free these values."""
+    parts = []
+    for entry, own in zip(template.made, frees, strict=True):
+        part = entry.part
+        if own:  # `replace` of dataclasses takes four times as long
             part = PartTemplate(
-                part.node, part.tail, part.op, part.reads, part.writes, frees, part.ahead, part.held
+                part.node, part.tail, part.op, part.reads, part.writes, own, part.ahead, part.held
             )
         parts.append(part)
     return InstrTemplate(template.stream, tuple(parts), template.given, kind)
-
-
-def _shared(
-    templates: list[InstrTemplate], used: list[int]
-) -> tuple[list[InstrTemplate], list[int]]:
-    """Return the distinct templates, and which of them each instruction uses."""
-    numbers: dict[InstrTemplate, int] = {}
-    number = [numbers.setdefault(t, len(numbers)) for t in templates]
-    return list(numbers), [number[k] for k in used]
-
-
-def _within(instrs: Ints, numbers: Ints, a: int, b: int) -> dict[int, tuple[int, ...]]:
-    """Return the numbers of each instruction from a to b, counted from a; `instrs` are ascending."""
-    first, end = np.searchsorted(instrs, (a, b)).tolist()
-    numbers_by_instr: dict[int, tuple[int, ...]] = {}
-    for i, one in zip(
-        (instrs[first:end] - a).tolist(), zip(numbers[first:end].tolist()), strict=True
-    ):
-        numbers_by_instr[i] = numbers_by_instr[i] + one if i in numbers_by_instr else one
-    return numbers_by_instr

@@ -92,9 +92,10 @@ def _of_runs(uses: Sequence[Sequence[str]]) -> list[CacheWindow]:
         for bucket in needed:
             window = before.get(bucket)
             if window is None:
-                window = CacheWindow(bucket, earliest=last.get(bucket, -1) + 1)
+                window = CacheWindow(bucket, [index], last.get(bucket, -1) + 1)
                 opened.append(window)
-            window.uses.append(index)
+            else:
+                window.uses.append(index)
             now[bucket], last[bucket] = window, index
         before = now
     return opened
