@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,22 +98,6 @@ class KeptState:
             value is _MISSING or type(value) in _PLAIN or isinstance(value, _FIXED)
         )
 
-    def replaced(self) -> list[Tensor] | None:
-        """Return the tensors in whose places the calls left others that look alike; None if anything else changed."""
-        old: list[Tensor] = []
-        for place, (value, content) in self._originals.items():
-            pairs = [(value, self._get(place))]
-            if content is not None and pairs[0][1] is value:
-                pairs = _paired(content, _content(value))
-            elif self._is_again(place, value, content):
-                continue
-            for was, has in pairs:
-                if _are_alike(was, has):
-                    old.append(was)
-                elif content is None or not _same(was, has):
-                    return None
-        return old
-
     def restore(self) -> None:
         """Restore the values from before the first call: globals and closures are the user's own."""
         for place, (value, content) in reversed(self._originals.items()):
@@ -153,28 +137,6 @@ def _same(one: object, other: object) -> bool:
     if isinstance(one, tuple | list) and isinstance(other, tuple | list):
         return len(one) == len(other) and all(map(_same, one, other))
     return type(one) in _PLAIN and one == other
-
-
-def _are_alike(was: object, has: object) -> TypeGuard[Tensor]:
-    """Return whether two values are different tensors that look alike."""
-    return (
-        isinstance(was, Tensor)
-        and isinstance(has, Tensor)
-        and was is not has
-        and looks(was) == looks(has)
-        and was.stride() == has.stride()
-    )
-
-
-def _paired(before: list[Any], now: list[Any] | None) -> list[tuple[object, object]]:
-    """Return the items of a container before and now, the keys and values of a dictionary one by one."""
-    if now is None or len(now) != len(before):
-        return [(before, now)]
-    pairs: list[tuple[object, object]] = []
-    for was, has in zip(before, now, strict=True):
-        both = isinstance(was, tuple) and isinstance(has, tuple) and len(was) == len(has)
-        pairs += zip(was, has, strict=True) if both else [(was, has)]
-    return pairs
 
 
 def _content(value: object) -> list[Any] | None:

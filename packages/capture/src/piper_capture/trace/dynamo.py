@@ -254,23 +254,7 @@ def _made(
     first = calls.trace()
     if state.as_found():  # so the next call is like this one
         return replace(first, trace_at=calls.trace_at)
-    if _only_overwrites(first, state):
-        state.restore()
-        return replace(first, trace_at=calls.trace_at)
     return replace(first, repeat=Repeat(state, calls.trace_again))
-
-
-def _only_overwrites(first: Forward, state: KeptState) -> bool:
-    """Return whether a call changed nothing but buffers that it overwrote unread, like counters of experts' tokens.
-
-    The next call is then like the first, which would have read such a tensor if it could tell it from another.
-    """
-    old = state.replaced()
-    if old is None or len({id(t) for t in old}) != len(first.rewrites):
-        return False
-    read = {origin.name for origin in first.origins.values()}
-    elsewhere = {id(t) for _, t in held_tensors(first.model)}  # the buffer itself has the new one
-    return not first.rewrites.keys() & read and not any(id(t) in elsewhere for t in old)
 
 
 @dataclass
