@@ -46,6 +46,7 @@ DECODERS: Mapping[str, tuple[int, tuple[int, ...]]] = {
     "shared_experts": (4, (1, 2)),
     "biased_experts": (4, (1, 2)),
     "mtp": (5, (1, 2, 3)),
+    "quantised": (4, (1, 2)),
 }
 """The same for models that only random rows have."""
 LAYERS = {
@@ -124,6 +125,7 @@ heads, buffers, a masked loss, frozen parameters."""
 UNDER_EVERY_SCHEDULE = ("tp", "tp tokens", "cp ring")
 OF_TRANSFORMERS = tuple(transformers.NAMED)
 ANY = tuple(f"any {seed}" for seed in range(100))
+FREE = (*OF_TRANSFORMERS, *ANY, "quantised")
 WIDELY_SHARED: Mapping[str, tuple[str, ...]] = {
     "tp": (
         *(
@@ -137,7 +139,7 @@ WIDELY_SHARED: Mapping[str, tuple[str, ...]] = {
             "branches",
             "slices",
         ),
-        *("gpt_refilled", "custom_op", "skip", "in_place", *OF_TRANSFORMERS, *ANY),
+        *("gpt_refilled", "custom_op", "skip", "in_place", *FREE),
     ),
     "tp tokens": (
         *(
@@ -151,16 +153,16 @@ WIDELY_SHARED: Mapping[str, tuple[str, ...]] = {
             "gpt_untied",
             "slices",
         ),
-        *("skip", "counter", "gpt_refilled", *OF_TRANSFORMERS, *ANY),
+        *("skip", "counter", "gpt_refilled", *FREE),
     ),
     "tp tokens kept": ("gpt", "llama", "keywords", "deep"),
-    "tp pieces": ("gpt", "llama", "gpt_dropout", "deep", "slices", *OF_TRANSFORMERS, *ANY),
+    "tp pieces": ("gpt", "llama", "gpt_dropout", "deep", "slices", *FREE),
     "tp cut": ("gpt", "llama", "deep"),
     "tp4": ("gpt", "llama"),
     "tp4 tokens": ("gpt", "llama", "keywords", "frozen"),
     **dict.fromkeys(
         ("cp heads", "cp ring", "cp gather", "cp blocks"),
-        ("gpt", "llama", "gpt_dropout", "deep", *OF_TRANSFORMERS, *ANY),
+        ("gpt", "llama", "gpt_dropout", "deep", *FREE),
     ),
     "tp cp": ("gpt", "llama", "gpt_dropout"),
 }
@@ -232,6 +234,11 @@ def _size(model: str) -> tuple[int, tuple[int, ...]]:
 def _devices(pp: int, dp: int, sharing: str) -> int:
     how = SHARING[sharing]
     return pp * dp * how.get("tp", 1) * how.get("cp", 1)
+
+
+def devices_of(row: Row) -> int:
+    """Return the number of devices of a row."""
+    return _devices(row["pp"], row["dp"], row["sharing"])
 
 
 def _fills_devices(model: str, schedule: str, written: str, pp: int, chunks: int) -> bool:
@@ -395,8 +402,10 @@ WIDER: tuple[Rule, ...] = (
         or model in ("llama", "deep", "moe", *DECODERS, *OF_TRANSFORMERS)
     ),
     lambda model, precision: (
-        precision == "float64" or (model in EVERY_SCHEDULE and model not in ("moe", "llama"))
+        precision in ("float64", "float8")
+        or (model in EVERY_SCHEDULE and model not in ("moe", "llama"))
     ),
+    lambda model, precision: (model == "quantised") == (precision == "float8"),
     lambda rows, precision: rows > 1 or precision == "float64",
 )
 COSTLY: Mapping[str, tuple[Any, ...]] = {
@@ -417,7 +426,7 @@ WIDE = Product(
         **FACTORS,
         "model": (*SIZES, *DECODERS, *ANY[: len(SIZES)]),
         "keep": (*FACTORS["keep"], PARTS),
-        "precision": (*FACTORS["precision"], "narrow sums", "narrow messages"),
+        "precision": (*FACTORS["precision"], "narrow sums", "narrow messages", "float16", "float8"),
         "optimizer": (*FACTORS["optimizer"], "muon"),
     },
     (*RULES, *WIDER),

@@ -37,6 +37,7 @@ from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.select import NONE, where
 from piper_ir.plan.plan import Plan
 from piper_ir.program.program import Program
+from piper_ops import Float8
 from piper_runtime.launch.ground.result import Run
 from piper_runtime.launch.running.run import execute
 from piper_runtime.rank.job.job import Job
@@ -109,14 +110,21 @@ MIXED = {
     "bfloat16 mixed": Precision(params="float32", compute="bfloat16"),
     "narrow sums": Precision(params="float64", compute="float32", reduce="float32"),
     "narrow messages": Precision(params="float64", reduce="float32", accumulate="float64"),
+    "float16": Precision(compute="float16", loss_scale=LossScale(2.0**10, 2.0**20, 2.0**-20, 1)),
 }
 """Precisions of several dtypes, by the name that a composition gives them. The first has the casts of the second, where
-they can be compared."""
+they can be compared. The second step of float16 overflows."""
+FLOAT8 = {
+    f"{recipe}, {saved}": Precision("float64", float8=Float8(recipe, keep=("head",), saved=saved))
+    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
+    for saved in ("input", "float8")
+}
+"""Precisions of products in float8: a recipe, and in which dtype inputs wait for their backward."""
 
 
 def precision_of(name: str) -> Precision:
     """Return the precision of a composition: one of `MIXED`, or one dtype for all."""
-    return MIXED.get(name) or Precision(params=name)
+    return {**MIXED, **FLOAT8}.get(name) or Precision(params=name)
 
 
 @dataclass(frozen=True)
@@ -130,8 +138,9 @@ class Composition:
     "split" into I and W for all microbatches, "mixed": for a part of the groups and microbatches; where there is an
     order, W stands anywhere after its I ("random") or two tasks later. overlap: of three neighbours in an order two may
     be interleaved. rows: per microbatch and replica. bucket_mb: of gradients. shared_streams: all sends of a device on
-    one stream, all receives on another. keep: the policy of recomputation of everything. rep: of `dp` replicas so many
-    keep the same each, where the others share states. whole_mb: parameters of up to this size stay whole. tp: devices
+    one stream, all receives on another. keep: the policy of recomputation of everything, of `group` layers at once,
+    by nodes of its own if it is `apart`. rep: of `dp` replicas so many keep the same each, where the others share
+    states. whole_mb: parameters of up to this size stay whole. tp: devices
     that share the work of each chunk; along its tokens too with `stream`, where `gathered` keeps what the forward
     gathers, and products are computed in `pieces`. cp: devices that share the tokens, with this `attention` in this
     `order`. ep: of `dp` replicas so many share experts; hidden: the axis along which devices cut each of these, where
@@ -194,6 +203,8 @@ class Composition:
     beside: bool = False
     sized: bool = False
     messages: Literal["", "gather", "reduce"] = ""
+    group: int = 1
+    apart: bool = False
 
     def __str__(self) -> str:
         shown = [
@@ -229,7 +240,10 @@ class Composition:
         shown += [f"folded={self.folded}"] * bool(self.folded) + ["beside"] * self.beside
         shown += ["states over cp"] * self.over_cp + ["rows"] * self.sized
         shown += [f"axes={'+'.join(self.axes)}"] * bool(self.axes)
-        shown += [f"order of {self.messages}"] * bool(self.messages)
+        shown += [f"order of {self.messages}"] * bool(self.messages) + ["apart"] * self.apart
+        shown += [f"group={self.group}"] * (self.group > 1) + [self.precision] * (
+            self.precision != "float64"
+        )
         shown += [f"tiles={self.tiles}"] * (self.tiles > 1) + ["scaled"] * self.scaled
         shown += [self.kernels] * (self.kernels != "eager")
         shown += [f"hosted={self.hosted}"] * bool(self.hosted)
@@ -241,11 +255,11 @@ class Composition:
 
 def job_of(c: Composition) -> Job:
     """The job that a composition trains."""
-    case = models.case(c.model)
+    case, precision = models.case(c.model), precision_of(c.precision)
     return Job(
         model=case.model, batch=case.batch, loss=case.loss, optimizer=OPTIMIZERS[c.optimizer],
         global_batch=c.rows * c.microbatches * c.dp, scheduler=decay if c.scheduler else None, clip_norm=c.clip,
-        precision=replace(precision_of(c.precision), loss_scale=SCALE if c.scaled else None),
+        precision=replace(precision, loss_scale=SCALE if c.scaled else precision.loss_scale),
     )  # fmt: skip
 
 
@@ -255,7 +269,7 @@ def captured(model: str, precision: str = "float64") -> Captured:
     of_losses = models.is_transformer(model)
     rows = transformers.ROWS if of_losses else 2
     job = job_of(Composition(model, precision=precision, rows=rows))
-    if precision in MIXED or of_losses:
+    if precision in {**MIXED, **FLOAT8} or of_losses:
         return capturing.captured_job(job)
     # functools.cache tells captured(name) from captured(name, float64), and the others say the first.
     shared = (
@@ -318,7 +332,9 @@ def strategy_of(c: Composition) -> Strategy:
         data_parallel = (
             replicate(where(), bucket_mb=c.bucket_mb, overlap=c.overlap_states, **sharing),
         )
-    again = (recompute(where(), keep=c.keep),) if c.keep != "all" else ()
+    again = (
+        (recompute(where(), keep=c.keep, group=c.group, apart=c.apart),) if c.keep != "all" else ()
+    )
     waiting = (
         (offload(where(opaque=NONE), prefetch=c.ahead, tensors=c.waits, least_mb=0),)
         if c.waits

@@ -66,10 +66,11 @@ class Product:
             if all(self.allows({a: x, b: y}, name) for name in (a, b))
         }
 
-    def drawn(self, rng: Random) -> Row:
-        """Return a random row."""
+    def drawn(self, rng: Random, given: Sequence[Row] = ({},)) -> Row:
+        """Return a random row that has the values of one of `given`, itself drawn."""
         while True:
-            if (row := self._filled({}, rng, {}, costly=False)) is not None:
+            row = dict(rng.choice(given))
+            if (row := self._filled(row, rng, {}, costly=False)) is not None:
                 return row
 
     def pairwise(self, seed: int = 0) -> list[Row]:

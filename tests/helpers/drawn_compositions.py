@@ -1,28 +1,75 @@
-"""Random compositions of the long parity suite: a row of any values that may meet, and fields beside its factors."""
+"""Random compositions of the parity suite: a row of any values that may meet, and fields beside its factors.
+
+Those of `make test` draw the same, but for the captures: they take these and their forms from few rows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from random import Random
 from typing import Any
 
 from tests.helpers import composition_cover as covers
 from tests.helpers import transformers
-from tests.helpers.compositions import MIXED, PIPELINES, Composition, captured
+from tests.helpers.compositions import FLOAT8, MIXED, PIPELINES, Composition, captured
 from tests.helpers.cover import Row
 
+FORM = ("model", "precision", "sharing", "ep", "keep", "rows")
+"""The factors that a capture, or its form under directives, depends on."""
+PLAIN: Row = dict(model="gpt", precision="float64", sharing="", ep=1, keep="all", rows=2)
+DROPLESS = ("steered", "mixture", "shared_experts", "biased_experts")
+FORMS: tuple[Row, ...] = (
+    *({**PLAIN, "model": name} for name in ("mtp", "any 1")),
+    *(
+        {**PLAIN, "model": name, "ep": 2}
+        for name in (*DROPLESS, "shared_experts", "biased_experts")
+    ),
+    *[{**PLAIN, "model": "llama", "keep": covers.PARTS}] * 2,
+    *({**PLAIN, "precision": name} for name in ("narrow sums", "narrow messages")),
+    *[{**PLAIN, "precision": "float16"}] * 2,
+    *[{**PLAIN, "model": "quantised", "precision": "float8"}] * 2,
+)
+"""The captures and forms of `make test` that the rows of its cover lack, some of them twice."""
+WAYS = {
+    "steered": ("folded", "cp"),
+    "mixture": ("hidden", "tp"),
+    "shared_experts": ("folded", "tp"),
+    "biased_experts": ("hidden", "cp"),
+}
+"""How devices share each dropless mixture in `make test`, where there is room."""
+MOST = 8
+"""The microbatches of all devices in `make test`, beside those by which a mixture has more devices."""
 
-def wide_row(seed: int) -> Row:
-    """Return the row of a number, of any values that may meet."""
-    return covers.WIDE.drawn(Random(seed))
+QUICK = (*range(14, 146), 218)
+"""The numbers of `make test`; in few others in a row have all fields all their values."""
+
+
+@cache
+def _quick_forms() -> list[Row]:
+    """Return the forms of the rows of the cover that `make test` runs, and `FORMS` half as often."""
+    rows = [{name: covers.rows()[k][name] for name in FORM} for k in sorted(covers.quick())]
+    return [*rows, *FORMS * (len(rows) // len(FORMS) // 2)]
+
+
+def wide_row(seed: int, quick: bool = False) -> Row:
+    """Return the row of a number, of any values that may meet; one in ten has a mixture that devices may share."""
+    rng = Random(seed)
+    if quick:
+        row = covers.WIDE.drawn(rng, _quick_forms())
+        while row["microbatches"] * covers.devices_of(row) > MOST:
+            row = covers.WIDE.drawn(rng, _quick_forms())
+        return {**row, "launcher": rng.choice((row["launcher"], *["inline"] * 3))}
+    few = [{"model": name, "sharing": "", "ep": 2} for name in DROPLESS]
+    return covers.WIDE.drawn(rng, few if rng.random() < 0.1 else ({},))
 
 
 def _dropless(model: str) -> bool:
     """Return whether a model has a dropless mixture; it is then one of tests/helpers/transformers.py, or steered."""
     if model.startswith("any "):
         return transformers.drawn(int(model.removeprefix("any ")))[0].mixture
-    return model in ("steered", "mixture", "shared_experts", "biased_experts")
+    return model in DROPLESS
 
 
 TOKENS: Mapping[str, dict[str, Any]] = {
@@ -32,7 +79,7 @@ TOKENS: Mapping[str, dict[str, Any]] = {
 """How devices have tokens of their own along the axes that cut experts, or have experts of their own."""
 
 
-def shared_experts(row: Row, rng: Random) -> dict[str, Any]:
+def shared_experts(row: Row, rng: Random, quick: bool = False) -> dict[str, Any]:
     """Return the fields by which devices share a dropless mixture; none where the row has no room.
 
     They cut each expert along one of `TOKENS`, or along two of the replicas ("etp"); or they have experts of their own
@@ -49,6 +96,8 @@ def shared_experts(row: Row, rng: Random) -> dict[str, Any]:
     ways += [("hidden", "etp")] * (row["dp"] == 4)
     if row["optimizer"] in covers.OF_WHOLE:  # they take whole matrices
         ways = [("folded", ""), *[("folded", "cp")] * room]
+    if quick:
+        ways = [way for way in ways if way in (WAYS.get(row["model"]), ("hidden", "etp"))]
     if not ways:
         return {}
     way, axis = rng.choice(ways)
@@ -56,15 +105,17 @@ def shared_experts(row: Row, rng: Random) -> dict[str, Any]:
     return {"ep": 2, way: axis, **TOKENS.get(axis, {}), **exact}
 
 
-def drawn(seed: int) -> tuple[Composition, str]:
+def drawn(seed: int, quick: bool = False) -> tuple[Composition, str]:
     """Return the composition of a number, with its launcher."""
-    row, rng = wide_row(seed), Random(seed)
+    row, rng = wide_row(seed, quick), Random(seed)
     made = covers.composition(row, seed)
-    if rng.random() < 0.75:
-        made = replace(made, **shared_experts(row, rng))
+    if made.precision == "float8":
+        made = replace(made, precision=rng.choice(list(FLOAT8)[: 1 if quick else None]))
+    if quick or rng.random() < 0.75:
+        made = replace(made, **shared_experts(row, rng, quick))
     more: dict[str, Any] = dict(
         tiles=2 if row["model"] in covers.TILED and rng.random() < 0.3 else 1,
-        waits="all" if rng.random() < 0.25 else "",
+        waits=rng.choice(_waiting(made)) if rng.random() < 0.25 else "",
         ahead=rng.randrange(3),
         scaled=rng.random() < 0.2 and not captured(made.model, made.precision).auxiliary,
         over_cp=made.cp > 1 and made.zero > 0 and rng.random() < 0.5,
@@ -73,16 +124,38 @@ def drawn(seed: int) -> tuple[Composition, str]:
     )
     if rng.random() < 0.15:
         more["hosted"] = rng.choice(("states", "optim") if made.zero in (0, 3) else ("optim",))
-    if len(made.at) > 1 and made.model == "deep" and rng.random() < 0.5:
+    if len(made.at) > 1 and made.model in covers.TILED and rng.random() < 0.5:
         more["at"] = (made.at[0], *made.at[:1], *made.at[2:])  # stage 1 is empty
     if _dropless(made.model) and (made.clip or more["scaled"]):  # norms over the same axes for all
         more["over_cp"] = False
     if made.precision in MIXED:  # steps of Adam take the rounding of a small gradient for its sign
         more["optimizer"] = "sgd"
-    if _orders_messages(made) and rng.random() < 0.6:
-        more["messages"] = rng.choice(("reduce", *["gather"] * made.zero))
+    if made.precision == "float16":  # which has a scale of its own
+        more["scaled"] = False
+    if made.dp > 1 and not made.zero and rng.random() < 0.3:
+        more["overlap_states"] = False
+    if made.keep != "all":
+        more |= _made_again(made, rng)
+    if _orders_messages(made) and rng.random() < 0.8:
+        more["messages"] = rng.choice(("reduce", *["gather"] * 2 * made.zero))
         more["bucket_mb"] = 1e-4
     return with_axes(replace(made, **more), rng), row["launcher"]
+
+
+def _waiting(c: Composition) -> tuple[str, ...]:
+    """Return the kinds of tensors that a backward has: a layer that is made again reads its inputs."""
+    return "all", {"inputs": "inputs", "all": "saved"}.get(c.keep, "all")
+
+
+def _made_again(c: Composition, rng: Random) -> dict[str, Any]:
+    """Return by which nodes and for how many layers tensors are made again."""
+    if c.keep == covers.PARTS:
+        return dict(keep=rng.choice((c.keep, "outputs@*norm*")), apart=rng.random() < 0.3)
+    grouped = c.pp == 1 and c.model in ("gpt", "deep", "llama") and rng.random() < 0.5
+    grouped = (
+        grouped and not c.cut
+    )  # R of a group would read a value before its sum, which verify refuses
+    return dict(group=2) if grouped else dict(apart=rng.random() < 0.3)
 
 
 def _by_recipe(c: Composition) -> bool:
@@ -95,7 +168,7 @@ def _by_recipe(c: Composition) -> bool:
 
 def _orders_messages(c: Composition) -> bool:
     """Return whether a device has several layers, whose gradients or parameters it reduces or gathers once."""
-    layers = ("deep", "gpt_untied", "llama")
+    layers = ("deep", "gpt", "gpt_untied", "llama")
     return c.model in layers and c.pp == 1 < c.dp and c.zero < 2 and c.rep == 1
 
 

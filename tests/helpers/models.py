@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from piper.models import DecoderConfig, Experts, MoEConfig
+from piper.models.jobs import job as library_job
 from piper.models.jobs import weighted_losses
 from piper_capture import Captured, capture, region
 from tests.helpers import losses, steered, transformers
@@ -413,6 +414,7 @@ MORE: dict[str, Case] = dict(
 _DECODER = DecoderConfig(
     layers=2, width=D, heads=4, kv_heads=2, hidden=24, vocab=VOCAB, length=T, theta=1e4
 )
+_WIDE = DecoderConfig(layers=2, width=32, heads=2, hidden=64, vocab=64, length=32)
 _EXPERTS = Experts(number=4, top_k=2, hidden=20)
 DECODERS: dict[str, Case] = dict(
     (
@@ -436,9 +438,11 @@ DECODERS: dict[str, Case] = dict(
             token_batch,
             functools.partial(weighted_losses, 0.0, 0.3),
         ),
+        _case("quantised", _WIDE.build, library_job(_WIDE, global_batch=1).batch, cross_entropy),
     )
 )
-"""Decoders of the library: a shared expert beside the others, biases of experts, and multi-token prediction."""
+"""Decoders of the library: a shared expert beside the others, biases of experts, multi-token prediction, and products
+that are large enough for float8."""
 MORE |= DECODERS
 
 

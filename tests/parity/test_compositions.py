@@ -1,8 +1,9 @@
 """Protect that every composition of model, mesh, schedule and directives trains what one device trains on the whole
 batch in plain PyTorch, in the memory that its plan says, under every launcher.
 
-The cases are a pairwise cover of all factors (tests/helpers/composition_cover.py). `make test` runs some of them, in
-which every value is and seven of ten pairs meet; `make test-long` runs all, and random ones of more factors.
+The cases are a pairwise cover of all factors (tests/helpers/composition_cover.py), and random ones of more factors.
+`make test` runs 200: some of the cover, in which every value is and seven of ten pairs meet, and random ones of few
+captures. `make test-long` runs all, and 1,000 of any.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from tests.helpers.written_out import blocks_of
 
 LONG = 1000
 BESIDE: dict[str, set[Any]] = dict(
-    tiles={2}, waits={"all"}, scaled={True}, hosted={"optim", "states"}, over_cp={True}, messages={"gather", "reduce"},
-    hidden={"tp", "cp", "etp"}, folded={"tp", "cp"}, beside={True}, sized={True},
+    tiles={2}, waits={"all", "saved", "inputs"}, scaled={True}, hosted={"optim", "states"}, over_cp={True},
+    hidden={"tp", "cp", "etp"}, folded={"tp", "cp"}, beside={True}, sized={True}, apart={True}, group={2},
+    messages={"gather", "reduce"},
 )  # fmt: skip
 """Values of fields that random compositions have beside their factors."""
 
@@ -54,6 +56,13 @@ def test_a_composition_trains_what_one_device_trains(
     judged(c, launcher, request)
 
 
+@pytest.mark.parametrize("seed", drawn_compositions.QUICK)
+def test_a_random_composition_of_few_captures_trains_what_one_device_trains(
+    seed: int, request: pytest.FixtureRequest
+) -> None:
+    judged(*drawn_compositions.drawn(seed, quick=True), request)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(LONG))
 def test_any_composition_trains_what_one_device_trains(
@@ -82,6 +91,7 @@ def test_the_quick_rows_have_every_value_and_seven_of_ten_pairs() -> None:
     )
     assert len(quick) >= covers.SHARE * len(every)
     assert 60 <= len(rows) < 0.25 * len(covers.rows())
+    assert len(rows) + len(drawn_compositions.QUICK) >= 200
 
 
 def test_the_sizes_of_models_are_those_that_the_cover_counts_with() -> None:
@@ -110,6 +120,34 @@ def test_a_fault_in_any_composition_is_seen() -> None:
     assert tried >= 6
 
 
+@pytest.mark.parametrize("what", [dict(), dict(model="quantised")])
+def test_a_fault_in_a_narrow_precision_is_seen(what: dict[str, Any]) -> None:
+    """The control of float16 and float8: their tolerances let no lost gradient pass."""
+    precision = next(iter(compositions.FLOAT8)) if what else "float16"
+    given: dict[str, Any] = dict(model="gpt", microbatches=2, precision=precision) | what
+    c = Composition(**given)
+    judge(c)
+    with faults.inject("lose_last_gradient"), pytest.raises(AssertionError, match="one device"):
+        judge(c)
+
+
+def _have_the_fields_beside_the_factors(drawn: list[Composition]) -> None:
+    for name, wanted in BESIDE.items():
+        assert wanted <= {getattr(c, name) for c in drawn}, name
+    assert any(len(set(c.at)) < len(c.at) for c in drawn), "empty stages"
+    assert any(c.axes for c in drawn), "orders of axes"
+    assert any(c.dp > 1 and not c.zero and not c.overlap_states for c in drawn), "overlap=False"
+
+
+def test_the_quick_draws_have_every_field_and_every_precision() -> None:
+    drawn = [drawn_compositions.drawn(seed, quick=True)[0] for seed in drawn_compositions.QUICK]
+    _have_the_fields_beside_the_factors(drawn)
+    kept = {c.precision if c.precision not in compositions.FLOAT8 else "float8" for c in drawn}
+    assert kept == set(covers.WIDE.factors["precision"])
+    assert {c.keep for c in drawn} >= {covers.PARTS, "outputs@*norm*"}
+    assert {c.model for c in drawn} >= covers.DECODERS.keys()
+
+
 @pytest.mark.long
 def test_the_long_suite_draws_every_value_of_every_factor() -> None:
     seen: dict[str, set[Any]] = {name: set() for name in covers.WIDE.factors}
@@ -117,11 +155,15 @@ def test_the_long_suite_draws_every_value_of_every_factor() -> None:
         row = drawn_compositions.wide_row(seed)
         for name, value in row.items():
             seen[name].add(value)
-    fields = [vars(drawn_compositions.drawn(seed)[0]) for seed in range(LONG)]
-    for name, wanted in BESIDE.items():
-        assert wanted <= {c[name] for c in fields}, name
-    assert any(c["at"] and len(set(c["at"])) < len(c["at"]) for c in fields), "empty stages"
-    assert any(c["axes"] for c in fields), "orders of axes"
+    fields = [drawn_compositions.drawn(seed)[0] for seed in range(LONG)]
+    _have_the_fields_beside_the_factors(fields)
+    for name in ("folded", "hidden"):
+        assert sum(bool(getattr(c, name)) for c in fields) >= 30, name
+    precisions = {c.precision for c in fields}
+    recipes = [
+        {name.partition(",")[0] for name in some} for some in (compositions.FLOAT8, precisions)
+    ]
+    assert recipes[0] <= recipes[1], "recipes of float8"
     for name, values in covers.WIDE.factors.items():
         wanted = set(values) if name != "model" else set(covers.SIZES)
         assert wanted <= seen[name], name
