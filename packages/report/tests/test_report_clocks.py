@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from packages.report.tests import samples
 from packages.report.tests.chrome_documents import problems
 from piper_ir.ground.trace import Trace
+from piper_report.facts import clocks
 from piper_report.facts.clocks import NOTE, aligned, offsets
 from piper_report.facts.transfers import transfers
 from piper_report.pages.chrome import chrome_trace
@@ -87,6 +88,19 @@ def test_transfers_that_contradict_each_other_say_by_how_much() -> None:
     found = offsets(PLAN, replace(TRACE, spans=tuple(changed.get(s, s) for s in TRACE.spans)))
     assert found[2].slack == pytest.approx(2e-3, rel=0.5) and found[2].error >= found[2].slack
     assert "contradict each other by" in str(found[2])
+
+
+def test_contradictions_are_settled_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the least slack of these bounds to rank 0, a path from it was a negative cycle, by rounding."""
+    ms = {
+        (0, 1): 0.14523909521431703, (0, 3): 0.087558021394078, (1, 0): -0.054614149304478485,
+        (1, 2): -0.10189231200245358, (1, 3): 0.2006023123580455, (2, 0): 0.17524627761817904,
+        (2, 1): -0.0562744379813787, (3, 0): 0.01027213328487189, (3, 1): 0.19211868469783648,
+    }  # fmt: skip
+    bounds = {pair: value / 1e3 for pair, value in ms.items()}
+    monkeypatch.setattr(clocks, "_bounds", lambda plan, trace: bounds)
+    for offset in offsets(PLAN, TRACE).values():
+        assert offset.slack == pytest.approx(7.908e-5, rel=1e-3) and offset.error < inf
 
 
 def test_a_rank_without_transfers_is_unknown() -> None:

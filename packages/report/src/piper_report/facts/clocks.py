@@ -26,6 +26,8 @@ from piper_report.facts.transfers import transfers
 Bounds = Mapping[tuple[int, int], float]
 """The largest o_b - o_a for each (a, b), where o_r is added to the clock of rank r."""
 HALVINGS = 50
+TOLERANCE = 1e-12
+"""The part of the largest bound that counts as rounding."""
 NOTE = "clock of rank {}"
 """The key of an aligned clock in a trace's notes."""
 
@@ -65,10 +67,7 @@ def offsets(plan: Plan, trace: Trace) -> dict[int, Offset]:
     """Return for each rank the offset that turns its times into times of the lowest rank."""
     ranks = sorted({s.rank for s in trace.spans})
     bounds = _bounds(plan, trace)
-    slack = _slack(ranks, bounds)
-    after = _shortest(ranks, bounds, slack)
-    before = _shortest(ranks, {(b, a): w for (a, b), w in bounds.items()}, slack)
-    assert after is not None and before is not None, "the slack was chosen so that both exist"
+    slack, (after, before) = _least_slack(ranks, bounds)
     offset_of = {}
     for r in ranks:
         high, low = after[r], -before[r]
@@ -133,23 +132,41 @@ def _bounds(plan: Plan, trace: Trace) -> Bounds:
     return bounds
 
 
-def _slack(ranks: Sequence[int], bounds: Bounds) -> float:
-    """Return the least slack with which all bounds hold together, by halving, to a billionth of the largest."""
-    if _shortest(ranks, bounds, 0.0) is not None:
-        return 0.0
+Paths = tuple[Mapping[int, float], Mapping[int, float]]
+"""The lengths of the shortest paths from the first rank to each, and from each to the first."""
+
+
+def _least_slack(ranks: Sequence[int], bounds: Bounds) -> tuple[float, Paths]:
+    """Return the least slack with which all bounds hold together, by halving, and the shortest paths with it.
+
+    Either direction may find a cycle that is negative by rounding, so the slack must suit both.
+    """
+    if (paths := _paths(ranks, bounds, 0.0)) is not None:
+        return 0.0, paths
     low, high = 0.0, -min(bounds.values())
+    while paths is None:  # no length is negative, but for rounding
+        high *= 1 + TOLERANCE
+        paths = _paths(ranks, bounds, high)
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        low, high = (
-            (low, middle) if _shortest(ranks, bounds, middle) is not None else (middle, high)
-        )
-    return high
+        if (found := _paths(ranks, bounds, middle)) is None:
+            low = middle
+        else:
+            high, paths = middle, found
+    return high, paths
+
+
+def _paths(ranks: Sequence[int], bounds: Bounds, slack: float) -> Paths | None:
+    """Return the shortest paths; None when some cycle has a negative length."""
+    after = _shortest(ranks, bounds, slack)
+    before = _shortest(ranks, {(b, a): w for (a, b), w in bounds.items()}, slack)
+    return None if after is None or before is None else (after, before)
 
 
 def _shortest(ranks: Sequence[int], bounds: Bounds, slack: float) -> dict[int, float] | None:
     """Return the shortest paths from the first rank (Bellman-Ford); None when some cycle has a negative length."""
     reached = {r: 0.0 if r == ranks[0] else inf for r in ranks}
-    tolerance = 1e-12 * max((abs(w) for w in bounds.values()), default=0.0)
+    tolerance = TOLERANCE * max((abs(w) for w in bounds.values()), default=0.0)
     for _ in range(len(ranks) + 1):
         changed = False
         for (a, b), w in bounds.items():
