@@ -47,7 +47,7 @@ from piper_compiler.directives.base import (
 )
 from piper_compiler.directives.decided import Decided
 from piper_compiler.directives.prepare import CaptureRequest, Preparation
-from piper_compiler.ports import port_value, steps_of, value_reads, value_writes
+from piper_compiler.ports import AGAIN, port_value, steps_of, value_reads, value_writes
 from piper_ir.graph.graph import Coord, Editor, Graph, Node
 from piper_ir.graph.graph_parts import common, in_mbs
 from piper_ir.ground.node_ids import compute_id
@@ -290,7 +290,7 @@ class Recompute:
         if apart:
             reads = _reads(variant, value_reads(variant, "R"), known, again)
             writes = tuple(
-                edit.value(f"{chunk.id}:{p}!r", variant.ports[p], "activation")
+                edit.value(f"{chunk.id}:{p}{AGAIN}", variant.ports[p], "activation")
                 for p in value_writes(variant, "R")
             )
             coords = {**forward.coords, "phase": "R"}
@@ -307,7 +307,7 @@ class Recompute:
                     forward.mbs,
                 )
             )
-            again.update({v.removesuffix("!r"): v for v in writes})
+            again.update({v.removesuffix(AGAIN): v for v in writes})
         for node in _others(graph, forward):
             op = node.op
             assert isinstance(op, Compute)
