@@ -259,15 +259,21 @@ class Recompute:
         return edit.done()
 
     def _groups(self, graph: Graph) -> list[list[tuple[Node, str]]]:
-        """Return the selected forwards in groups that are made again together, each with its policy."""
+        """Return the selected forwards in groups that are made again together, each with its policy.
+
+        A chunk whose backward needs nothing, as of an addition, is made again for the next chunk of its group alone.
+        """
+        inside, last = self.policies()[-1], self.keep
         forwards = [n for n in graph.pick(self.selection) if n.coords["phase"] == "F"]
-        groups = grouped(
-            [n for n in forwards if _repeats(self._variant(graph, n, self.keep))], graph, self.group
-        )
-        return [
-            [*((n, self.keep + HANDS_ON) for n in group[:-1]), (group[-1], self.keep)]
-            for group in groups
-        ]
+        groups = []
+        for group in grouped(
+            [n for n in forwards if _repeats(self._variant(graph, n, inside))], graph, self.group
+        ):
+            while group and not _repeats(self._variant(graph, group[-1], last)):
+                group.pop()
+            if group:
+                groups.append([*((n, inside) for n in group[:-1]), (group[-1], last)])
+        return groups
 
     def _variant(self, graph: Graph, node: Node, keep: str) -> Chunk:
         return graph.program.chunk(variant_name(str(node.coords["chunk"]), keep))
