@@ -87,7 +87,7 @@ def asked_by_model(graph: Graph, directives: Iterable[Directive]) -> tuple[Recom
         if isinstance(n.op, Compute) and n.op.keep == KEEP_ALL
     ]
     chunks = dict.fromkeys(str(n.coords["chunk"]) for n in asked if n.id not in decided)
-    changed = {o.ref for c in graph.program.chunks for o in c.outputs if o.kind == "buffer"}
+    changed = _changed(graph.program)
     possible = [
         id
         for id in chunks
@@ -102,6 +102,11 @@ def asked_by_model(graph: Graph, directives: Iterable[Directive]) -> tuple[Recom
         if possible
         else ()
     )
+
+
+def _changed(program: Program) -> set[str]:
+    """Return the buffers that the model changes while it runs."""
+    return {o.ref for c in program.chunks for o in c.outputs if o.kind == "buffer"}
 
 
 def _may_repeat(variant: Chunk, changed: Collection[str]) -> bool:
@@ -227,7 +232,7 @@ class Recompute:
 
     def _check_buffers(self, program: Program, variants: list[Chunk]) -> None:
         """Check condition 5."""
-        changed = {o.ref for c in program.chunks for o in c.outputs if o.kind == "buffer"}
+        changed = _changed(program)
         for chunk in variants:
             read = [chunk.inputs[int(p[2:])] for p in chunk.steps["R"].reads if p.startswith("in")]
             for entry in read:
@@ -261,14 +266,21 @@ class Recompute:
     def _groups(self, graph: Graph) -> list[list[tuple[Node, str]]]:
         """Return the selected forwards in groups that are made again together, each with its policy.
 
-        A chunk whose backward needs nothing, as of an addition, is made again for the next chunk of its group alone.
+        A chunk whose backward needs nothing, as of an addition, is made again for the next chunk of its group alone; if
+        it cannot be, its group ends.
         """
-        inside, last = self.policies()[-1], self.keep
-        forwards = [n for n in graph.pick(self.selection) if n.coords["phase"] == "F"]
+        inside, last, changed = self.policies()[-1], self.keep, _changed(graph.program)
+        forwards = [
+            n
+            for n in graph.pick(self.selection)
+            if n.coords["phase"] == "F"
+            and (
+                _repeats(self._variant(graph, n, last))
+                or _may_repeat(self._variant(graph, n, inside), changed)
+            )
+        ]
         groups = []
-        for group in grouped(
-            [n for n in forwards if _repeats(self._variant(graph, n, inside))], graph, self.group
-        ):
+        for group in grouped(forwards, graph, self.group):
             while group and not _repeats(self._variant(graph, group[-1], last)):
                 group.pop()
             if group:
