@@ -152,7 +152,7 @@ def test_a_term_that_is_not_summed_up_is_seen() -> None:
 
 
 def test_a_group_makes_its_sums_again() -> None:
-    """R of a chunk reads the sum of what R of the one before made. Control: the term itself, which rule R27 sees."""
+    """R of a chunk reads the sum of terms that R of the one before made. Control: one such term, which R27 sees."""
     made = cut("gpt", Mesh(tp=2), piper.recompute(where(), group=2))
     assert_right("gpt", made)
     role = made.plan.roles[0]

@@ -92,8 +92,8 @@ def _connect(edit: Editor, node: Node, value: str) -> None:
 def _sum(edit: Editor, writer: Node, value: str) -> _Move | None:
     """Return the all-reduce of a value that is a partial sum; None for all other values.
 
-    A value of another role is as it was sent, under the name of the sent value and a tail. What R makes again is as
-    partial as what F made.
+    A value of another role is as it was sent, under the name of the sent value and a tail. A value that R makes again
+    is as partial as the first one.
     """
     if not isinstance(writer.op, Compute | Recv):
         return None
