@@ -152,9 +152,6 @@ def _made_again(c: Composition, rng: Random) -> dict[str, Any]:
     if c.keep == covers.PARTS:
         return dict(keep=rng.choice((c.keep, "outputs@*norm*")), apart=rng.random() < 0.3)
     grouped = c.pp == 1 and c.model in ("gpt", "deep", "llama") and rng.random() < 0.5
-    grouped = (
-        grouped and not c.cut
-    )  # R of a group would read a value before its sum, which verify refuses
     return dict(group=2) if grouped else dict(apart=rng.random() < 0.3)
 
 

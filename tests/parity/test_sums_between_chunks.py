@@ -151,6 +151,19 @@ def test_a_term_that_is_not_summed_up_is_seen() -> None:
     )
 
 
+def test_a_group_makes_its_sums_again() -> None:
+    """R of a chunk reads the sum of terms that R of the one before made. Control: one such term, which R27 sees."""
+    made = cut("gpt", Mesh(tp=2), piper.recompute(where(), group=2))
+    assert_right("gpt", made)
+    role = made.plan.roles[0]
+    again = [p for i in role.program for p in i.parts if is_sum(p) and p.reads[0].endswith("!r@0")]
+    of_both = {f"layer0_shared0{tail}:out0!r@0" for tail in ("", ".1")}
+    assert of_both < {p.reads[0] for p in again}
+    (first,) = (p for p in again if p.reads[0] == "layer0_shared0:out0!r@0")
+    found = [str(v) for v in check(unsummed(made.plan, role, first)) if v.rule == "R27-dataflow"]
+    assert any("layer0.1.R@0" in text and "summed over tp" in text for text in found), found
+
+
 def test_dropout_is_refused() -> None:
     with pytest.raises(
         DirectiveError,

@@ -16,6 +16,9 @@ from piper_ir.program.program import Chunk, Program, Signature
 BACKWARD: tuple[Step, ...] = ("I", "W")
 """The steps of a whole backward, B: I, then W."""
 
+AGAIN = "!r"
+"""The end of the name of a value that R makes again for the next chunk of its group; F's name stands before it."""
+
 _OWN = ("saved", "iw")
 """The ports that never leave their chunk and microbatch, whose steps run on one device; no values of a graph."""
 

@@ -34,7 +34,7 @@ class ChunkRun:
     def kept(self) -> dict[str, str]:
         """Return by value the ports that live from F to the backward: F has them, and the backward reads them.
 
-        If values are recomputed for the next chunk of a group, the backward reads these, and inputs are left out.
+        If values are recomputed for the next chunk of a group, the backward reads these; they and inputs are left out.
         """
         first = self.chunk.steps["F"]
         read = {port for step in self.steps for port in self.chunk.steps[step].reads}
@@ -48,12 +48,12 @@ class ChunkRun:
             for k, o in enumerate(self.chunk.outputs)
             if o.kind == "value"
         ]
-        again = any(v.endswith("!r") for node in self.backward for v in node.reads)
+        again = {v.removesuffix("!r") for n in self.backward for v in n.reads if v.endswith("!r")}
         had = {*first.reads, *first.writes}
         return {
             value: port
             for port, value in [*([] if again else inputs), *outputs]
-            if port in had and port in read
+            if port in had and port in read and value not in again
         }
 
 

@@ -154,7 +154,7 @@ def _forward(
     names = [] if keep == KEEP_ALL else keep.removesuffix(HANDS_ON).split(BESIDE)
     policies = [KeepPolicy(name, where, order) for name, where in zip(names, inside)]
     left = [n for n in saved if not all(policy.keeps(n) for policy in policies)]
-    if not left:
+    if not left and not hands_on:
         return {"F": keeping.finish()}, set(), keeping.placed
     available = {
         n
@@ -167,6 +167,8 @@ def _forward(
         return made or _repeatable(node, joint)
 
     again = made_again([*left, *(joint.outputs if hands_on else ())], available, repeats)
+    if not again.body:  # an output is an input, or is kept
+        return {"F": keeping.finish()}, set(), keeping.placed
     # Tensors that backward does not need, as the input of a module that begins with a frozen product.
     more = [n for n in order if n in again.needs and n not in available]
     keeping.hand_over("saved", more, first=len(saved))

@@ -47,7 +47,7 @@ from piper_compiler.directives.base import (
 )
 from piper_compiler.directives.decided import Decided
 from piper_compiler.directives.prepare import CaptureRequest, Preparation
-from piper_compiler.ports import port_value, steps_of, value_reads, value_writes
+from piper_compiler.ports import AGAIN, port_value, steps_of, value_reads, value_writes
 from piper_ir.graph.graph import Coord, Editor, Graph, Node
 from piper_ir.graph.graph_parts import common, in_mbs
 from piper_ir.ground.node_ids import compute_id
@@ -87,7 +87,7 @@ def asked_by_model(graph: Graph, directives: Iterable[Directive]) -> tuple[Recom
         if isinstance(n.op, Compute) and n.op.keep == KEEP_ALL
     ]
     chunks = dict.fromkeys(str(n.coords["chunk"]) for n in asked if n.id not in decided)
-    changed = {o.ref for c in graph.program.chunks for o in c.outputs if o.kind == "buffer"}
+    changed = _changed(graph.program)
     possible = [
         id
         for id in chunks
@@ -102,6 +102,11 @@ def asked_by_model(graph: Graph, directives: Iterable[Directive]) -> tuple[Recom
         if possible
         else ()
     )
+
+
+def _changed(program: Program) -> set[str]:
+    """Return the buffers that the model changes while it runs."""
+    return {o.ref for c in program.chunks for o in c.outputs if o.kind == "buffer"}
 
 
 def _may_repeat(variant: Chunk, changed: Collection[str]) -> bool:
@@ -227,7 +232,7 @@ class Recompute:
 
     def _check_buffers(self, program: Program, variants: list[Chunk]) -> None:
         """Check condition 5."""
-        changed = {o.ref for c in program.chunks for o in c.outputs if o.kind == "buffer"}
+        changed = _changed(program)
         for chunk in variants:
             read = [chunk.inputs[int(p[2:])] for p in chunk.steps["R"].reads if p.startswith("in")]
             for entry in read:
@@ -259,15 +264,28 @@ class Recompute:
         return edit.done()
 
     def _groups(self, graph: Graph) -> list[list[tuple[Node, str]]]:
-        """Return the selected forwards in groups that are made again together, each with its policy."""
-        forwards = [n for n in graph.pick(self.selection) if n.coords["phase"] == "F"]
-        groups = grouped(
-            [n for n in forwards if _repeats(self._variant(graph, n, self.keep))], graph, self.group
-        )
-        return [
-            [*((n, self.keep + HANDS_ON) for n in group[:-1]), (group[-1], self.keep)]
-            for group in groups
+        """Return the selected forwards in groups that are made again together, each with its policy.
+
+        A chunk whose backward needs nothing, as of an addition, is made again for the next chunk of its group alone; if
+        it cannot be, its group ends.
+        """
+        inside, last, changed = self.policies()[-1], self.keep, _changed(graph.program)
+        forwards = [
+            n
+            for n in graph.pick(self.selection)
+            if n.coords["phase"] == "F"
+            and (
+                _repeats(self._variant(graph, n, last))
+                or _may_repeat(self._variant(graph, n, inside), changed)
+            )
         ]
+        groups = []
+        for group in grouped(forwards, graph, self.group):
+            while group and not _repeats(self._variant(graph, group[-1], last)):
+                group.pop()
+            if group:
+                groups.append([*((n, inside) for n in group[:-1]), (group[-1], last)])
+        return groups
 
     def _variant(self, graph: Graph, node: Node, keep: str) -> Chunk:
         return graph.program.chunk(variant_name(str(node.coords["chunk"]), keep))
@@ -290,7 +308,7 @@ class Recompute:
         if apart:
             reads = _reads(variant, value_reads(variant, "R"), known, again)
             writes = tuple(
-                edit.value(f"{chunk.id}:{p}!r", variant.ports[p], "activation")
+                edit.value(f"{chunk.id}:{p}{AGAIN}", variant.ports[p], "activation")
                 for p in value_writes(variant, "R")
             )
             coords = {**forward.coords, "phase": "R"}
@@ -307,7 +325,7 @@ class Recompute:
                     forward.mbs,
                 )
             )
-            again.update({v.removesuffix("!r"): v for v in writes})
+            again.update({v.removesuffix(AGAIN): v for v in writes})
         for node in _others(graph, forward):
             op = node.op
             assert isinstance(op, Compute)

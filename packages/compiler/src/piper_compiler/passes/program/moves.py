@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from piper_compiler.ports import AGAIN
 from piper_ir.graph.graph import Editor, Graph, Node
 from piper_ir.graph.graph_parts import GraphValue, common, in_mbs, without
 from piper_ir.ground.errors import CompileError
@@ -91,11 +92,12 @@ def _connect(edit: Editor, node: Node, value: str) -> None:
 def _sum(edit: Editor, writer: Node, value: str) -> _Move | None:
     """Return the all-reduce of a value that is a partial sum; None for all other values.
 
-    A value of another role is as it was sent, under the name of the sent value and a tail.
+    A value of another role is as it was sent, under the name of the sent value and a tail. A value that R makes again
+    is as partial as the first one.
     """
     if not isinstance(writer.op, Compute | Recv):
         return None
-    chunk, _, port = value.removesuffix(edit.values[value].tail).rpartition(":")
+    chunk, _, port = value.removesuffix(edit.values[value].tail).removesuffix(AGAIN).rpartition(":")
     over = (
         dict(edit.graph.program.chunk(chunk).terms).get(port, ())
         if chunk == writer.coords.get("chunk")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from piper_compiler.ports import port_value, value_reads
+from piper_compiler.ports import AGAIN, port_value, value_reads
 from piper_ir.graph.graph import Graph
 from piper_ir.graph.graph_parts import Mbs
 from piper_ir.ground.errors import CompileError
@@ -105,7 +105,7 @@ class _Values:
                 )
             case _:
                 # an output that R makes again is the same value
-                return Counter([(value.removesuffix("!r"), NOWHERE, NOWHERE)])
+                return Counter([(value.removesuffix(AGAIN), NOWHERE, NOWHERE)])
 
 
 class _Asked:
