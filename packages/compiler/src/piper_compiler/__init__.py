@@ -46,12 +46,13 @@ from piper_compiler.directives import (
 )
 from piper_compiler.interchange import Schedule, read_schedule_csv, write_schedule_csv
 from piper_compiler.passes import EVERYWHERE, FORGETS, states, windows, with_buckets
-from piper_compiler.ports import steps_of
+from piper_compiler.ports import AGAIN, steps_of
 from piper_compiler.request import kernel_source
 from piper_compiler.strategy import Strategy, load_strategy, save_strategy
 from piper_compiler.synthetic import MOST_SECONDS, synthetic
 
 __all__ = [
+    "AGAIN",
     "ASKED_FOR",
     "CaptureRequest",
     "EVERYWHERE",

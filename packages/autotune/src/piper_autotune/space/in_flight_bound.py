@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from piper_autotune.space.whole_buckets import WholeBuckets
-from piper_compiler import steps_of
+from piper_compiler import AGAIN, steps_of
 from piper_ir.graph.graph import Graph, Node
 from piper_ir.ground.sizes import bind
 from piper_ir.program.ops import Compute
@@ -48,7 +48,7 @@ class ChunkRun:
             for k, o in enumerate(self.chunk.outputs)
             if o.kind == "value"
         ]
-        again = {v.removesuffix("!r") for n in self.backward for v in n.reads if v.endswith("!r")}
+        again = {v.removesuffix(AGAIN) for n in self.backward for v in n.reads if v.endswith(AGAIN)}
         had = {*first.reads, *first.writes}
         return {
             value: port
