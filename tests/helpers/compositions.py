@@ -119,7 +119,7 @@ FLOAT8 = {
     for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
     for saved in ("input", "float8")
 }
-"""Precisions of products in float8: a recipe, and in which dtype inputs wait for their backward."""
+"""Precisions of products in float8: a recipe, and the dtype of the inputs that are saved for the backward."""
 
 
 def precision_of(name: str) -> Precision:

@@ -48,7 +48,7 @@ def planned(plan: Plan, role: RolePlan) -> Iterator[Planned]:
 
 
 def lies(plan: Plan, records: Mapping[int, MemoryRecord], copies: int = 0) -> list[str]:
-    """Return in what a plan is wrong about memory; `copies` are bytes that kernels may take beside their workspace."""
+    """Return the faults of a plan's memory, in words; a rank's kernels may take `copies` bytes beside their workspace."""
     out = []
     for rank, record in records.items():
         role = plan.role_of(rank)

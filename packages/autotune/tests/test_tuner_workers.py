@@ -251,7 +251,7 @@ def test_no_process_is_left_behind() -> None:
 def test_a_worker_gets_the_programs_that_it_asks_for_and_no_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Bounds ask for many programs, each of which takes a worker long to read."""
+    """A worker is not sent the programs of bounds: there are many, and each takes it long to read."""
     sent: list[set[Wanted]] = []
     monkeypatch.setattr(
         evaluators.pickle,

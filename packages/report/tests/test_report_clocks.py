@@ -91,7 +91,7 @@ def test_transfers_that_contradict_each_other_say_by_how_much() -> None:
 
 
 def test_contradictions_are_settled_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the least slack of these bounds to rank 0, a path from it was a negative cycle, by rounding."""
+    """Rounding made a cycle of these bounds negative in one direction alone, with the least slack of the other."""
     ms = {
         (0, 1): 0.14523909521431703, (0, 3): 0.087558021394078, (1, 0): -0.054614149304478485,
         (1, 2): -0.10189231200245358, (1, 3): 0.2006023123580455, (2, 0): 0.17524627761817904,

@@ -74,7 +74,7 @@ _READ = frozenset({
 SCALED = frozenset(
     {"linear", "dynamic", "yarn", "longrope", "su", "llama3", "mrope", "proportional"}
 )
-"""The ways in which published models scale rotary positions."""
+"""The `rope_type` of a config.json: scalings of rotary positions that published models have."""
 _OPTIONAL = {"kv_heads", "head_dim", "rotary_part", "latent.q_rank", "logit_cap", "eps"}
 """The fields of a DecoderConfig that have a default if a file leaves them out."""
 _FROM_ZERO = {"dense_layers", "experts.shared_hidden", "mtp"}

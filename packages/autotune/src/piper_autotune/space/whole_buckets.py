@@ -203,13 +203,11 @@ class WholeBuckets:
     def _in_turn(self, role: str) -> list[BucketUse]:
         """Return the buckets that each compute node of a role holds whole, in the order of the nodes."""
         if role not in self._uses_in_turn:
-            found: dict[
-                int, BucketUse
-            ] = {}  # by the identity of a node, which has a turn in each microbatch
-            self._uses_in_turn[role] = [
-                found.get(id(node)) or found.setdefault(id(node), self.use(node))
-                for node in self._turns[role]
-            ]
+            turns = self._turns[role]
+            # Nodes are told apart by identity: one has a turn in each microbatch, and hashing it takes long.
+            nodes = {id(node): node for node in turns}
+            use_of = {number: self.use(node) for number, node in nodes.items()}
+            self._uses_in_turn[role] = [use_of[id(node)] for node in turns]
         return self._uses_in_turn[role]
 
     def _policies(self, role: str) -> set[Replication]:
