@@ -1,4 +1,4 @@
-"""Make the tiles at the head: the loss of a run, whether a plan fits and how fast it is, and the best candidate of a tuning."""
+"""Make the tiles at the head: the loss of a run, whether a plan fits, its speed, the best candidate of a tuning."""
 
 from __future__ import annotations
 
