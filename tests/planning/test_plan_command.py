@@ -300,7 +300,7 @@ main()
 
 def test_the_first_line_comes_before_torch_is_loaded() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True)
-    assert done.stderr.startswith("llama3-8b: planned for h100x8\n")
+    assert done.stderr.startswith("planning llama3-8b for h100x8\n")
     assert done.returncode and "torch" in done.stderr.partition("\n")[2]
 
 
