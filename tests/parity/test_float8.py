@@ -252,14 +252,34 @@ def test_what_cannot_be_quantised_is_said(trained: Job, message: str) -> None:
 @each_case(
     ("float8", "message"),
     [
-        ("delayed", "scales of earlier steps are a state"),
-        ("e4m3", "one of tensorwise, rowwise, rowwise_with_gw_hp, blockwise, mxfp8 is needed"),
+        (
+            "e4m3",
+            "one of tensorwise, delayed, rowwise, rowwise_with_gw_hp, blockwise, mxfp8 is needed",
+        ),
         (8, "a piper.Float8 is needed, or the name of a recipe"),
     ],
 )
 def test_fields_of_a_precision_are_checked(float8: Any, message: str) -> None:
     with pytest.raises(JobError, match=message):
         Precision(float8=float8)
+
+
+def test_delayed_scales_are_predicted_without_a_pass_and_not_executed() -> None:
+    strategy = Strategy(Mesh(tp=2), recipes.tensor_parallel())
+    of = {name: piper.compile(job(name), strategy) for name in ("delayed", "tensorwise")}
+    delayed, current = (
+        simulate(of[name].plan, "h100x2@eager") for name in ("delayed", "tensorwise")
+    )
+    assert 0.5 * current.step_s < delayed.step_s < current.step_s
+    steps = [s for c in of["delayed"].plan.chunks for s in c.steps.values()]
+    ops = {k.op for step in steps for k in step.cost.kernels}
+    assert {op for op in ops if "float8" in op} == {"float8_cast", "float8_mm"}
+    for refused in (
+        lambda: piper.execute(of["delayed"], steps=1, launcher="inline"),
+        lambda: piper.profile(job("delayed"), strategy),
+    ):
+        with pytest.raises(JobError, match="predicted only, since scales of earlier steps"):
+            refused()
 
 
 def test_a_device_without_a_rate_of_float8_is_named() -> None:

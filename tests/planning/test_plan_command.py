@@ -89,6 +89,9 @@ def test_the_file_is_for_people_and_is_the_best_strategy(planned: tuple[Path, An
     exec(compile(file.read_text(), str(file), "exec"), scope)
     plans = [piper.compile(scope["job"], one).plan for one in (scope["strategy"], best)]
     assert plans[0] == plans[1]
+    page = (file.parent / "report" / "report.html").read_text()
+    assert page.index('id="table-strategies"') < page.index('<section id="summary">')
+    assert "faster than the second" in page[: page.index('<section id="summary">')]
 
 
 @pytest.mark.long
@@ -297,7 +300,7 @@ main()
 
 def test_the_first_line_comes_before_torch_is_loaded() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True)
-    assert done.stderr.startswith("llama3-8b: planned for h100x8\n")
+    assert done.stderr.startswith("planning llama3-8b for h100x8\n")
     assert done.returncode and "torch" in done.stderr.partition("\n")[2]
 
 
@@ -358,7 +361,8 @@ def test_where_nothing_fits_the_nearest_is_named(
     (folder,) = tmp_path.glob("plan-*")
     assert str(folder) in done.stderr
     shown = CliRunner().invoke(cli.app, ["report", str(folder)])
-    assert shown.exit_code == 0 and "nothing was planned" in shown.stdout, shown.output
+    assert shown.exit_code == 0 and "the report is" in shown.stdout, shown.output
+    assert "DOES NOT FIT: the nearest of " in (folder / "report" / "report.html").read_text()
     assert (folder / "study.json").is_file() and not (folder / PLANNED).exists()
     asked = answer(
         understand(str(source), StepSize(64, rows=16)).job, small, TrainingBudget(), trials=1

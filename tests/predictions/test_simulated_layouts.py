@@ -497,7 +497,7 @@ def test_a_large_tensor_that_is_left_whole_is_said(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(whole_work, "MOST_SHARE", 1.0)
     of = of_a_vocabulary(16_001)
     assert left_whole(of) == []
-    monkeypatch.setattr(whole_work, "MOST_BYTES", 2**28)
+    monkeypatch.setattr(whole_work, "MOST_MEMORY", 2**28 / 2**36)  # of 80 GiB
     (note,) = left_whole(of)
     assert re.search(r"cross_entropy\w* \([\d.]+%, [\d.]+ MiB read and written at once\)", note)
     assert " add (" not in note, "what is small is not named"

@@ -75,13 +75,18 @@ def test_other_sizes_and_numbers_are_alike(seed: int) -> None:
 def test_every_rule_is_judged() -> None:
     ops = {given.op for given in CASES.values()}
     assert len(CASES) == sum(map(len, TABLES.values()))
-    assert not {str(op) for op in rules.RULES} - {str(op) for op in ops} - UNINITIALISED
+    assert not {str(op) for op in rules.RULES} - {str(op) for op in ops} - WITHOUT_NUMBERS
     assert len(ops & set(rules.RULES)) >= 60
     assert all(op in rules.RULES or rules.is_elementwise(op) for op in ops)
 
 
-UNINITIALISED = {"aten.empty.memory_format", "aten.empty_like.default", "aten.new_empty.default"}
-"""What these hold is nothing to compare."""
+WITHOUT_NUMBERS = {
+    "aten.empty.memory_format",
+    "aten.empty_like.default",
+    "aten.new_empty.default",
+    "piper.float8_past_scale.default",  # predicted, not executed
+}
+"""The ops that leave nothing to compare."""
 
 
 @each_case(

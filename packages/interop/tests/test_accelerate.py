@@ -187,6 +187,7 @@ def test_a_launch_file_with_deepspeed_fields(tmp_path: Path) -> None:
     ("config", "found"),
     [
         ({"backend": "AO"}, Float8Layers("tensorwise", ("layers.*",), ("layers.0.attention.q*",))),
+        ({"backend": "TE"}, Float8Layers("delayed", saved="float8")),
         ({"backend": "TE", "use_mxfp8_block_scaling": True}, Float8Layers("mxfp8", saved="float8")),
     ],
 )

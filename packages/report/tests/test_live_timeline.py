@@ -160,6 +160,16 @@ def test_a_run_begins_with_its_loss_and_a_plan_with_whether_it_fits(
     samples.write_simulation(tmp_path)
     plan = answers_of(load(tmp_path))
     assert [a.name for a in plan][:2] == ["memory", "step in steady state"]
+    table = {
+        "title": "llama on h100x8: 1 strategy",
+        "columns": ["", "strategy", "s/step"],
+        "rows": [["1", "dp=4, tp=2", "2 s"]],
+        "notes": ["the first is alone", "warning: on a new device"],
+    }
+    (tmp_path / "answer.json").write_text(json.dumps(table))
+    page = write_report(tmp_path).html.read_text(encoding="utf-8")
+    assert re.findall(r'<section id="(\w+)">', page)[0] == "strategies"
+    assert "dp=4, tp=2" in page and '<p class="warning">warning: on a new device</p>' in page
     too_large = samples.plan_of(activation=60 << 30)
     samples.write_simulation(tmp_path, simulate(too_large, "h100x8"), too_large)
     first = answers_of(load(tmp_path))[0]

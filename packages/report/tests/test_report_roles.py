@@ -15,7 +15,7 @@ from piper_ir.ground.trace import Trace
 from piper_ir.tools import named_ranks, ranks_text
 from piper_report import load, schedule_table, write_beside, write_report
 from piper_report.facts.alike import alike_ranks
-from piper_report.facts.results import RankPrediction, ResultOrigin, WhyTable, WhyTables
+from piper_report.facts.results import RankPrediction, ResultOrigin, SavedTable, WhyTables
 from piper_report.figures.gantt import shown_ranks
 from piper_report.pages.beside import _told
 from piper_report.pages.chrome import chrome_trace
@@ -144,7 +144,7 @@ def test_the_page_says_what_a_device_holds_and_where_results_are_from(tmp_path: 
     assert all(text in html for text in said)
     assert "in all" in html and "the device has 80 GiB" in html and "what the device has" in html
     assert load(tmp_path).why == WhyTables(
-        (WhyTable("what if", ("", "step"), (("no <launch> cost", "1 s"),), ("a note",)),)
+        (SavedTable("what if", ("", "step"), (("no <launch> cost", "1 s"),), ("a note",)),)
     )
     assert re.findall(r'<section id="(\w+)">', html) == [
         "summary",

@@ -96,7 +96,7 @@ def plan(arguments: PlanArguments) -> None:
 
     Example: piper plan llama3-70b --cluster 'h100x8*16' --tokens-per-step 4M; piper plan config.json --global-batch 512
     """
-    print(f"{arguments.source}: planned for {arguments.cluster}", file=sys.stderr, flush=True)
+    print(f"planning {arguments.source} for {arguments.cluster}", file=sys.stderr, flush=True)
     check_config(Path(arguments.source))
     with working("loading torch"):
         from piper.cli.actions import planning

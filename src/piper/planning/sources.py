@@ -29,6 +29,10 @@ FILES = (".json", ".sh", ".toml", ".yaml", ".yml")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 
+OPTIMIZER_NAMES = {"adamw": "AdamW", "muon": "Muon"}
+"""The optimizers of `piper.models.job` as people write them."""
+
+
 @dataclass(frozen=True)
 class StepSize:
     """Say how large a step is, for a source that does not say it itself.
@@ -150,7 +154,7 @@ def _preset(name: str, wanted: StepSize) -> PlanSource:
     return PlanSource(
         name,
         job,
-        _facts(config, rows, length),
+        _facts(config, job),
         (line,),
         config=config,
         warnings=_warnings(config, wanted, length),
@@ -177,7 +181,7 @@ def _config(path: Path, wanted: StepSize) -> PlanSource:
     return PlanSource(
         name,
         job,
-        _facts(config, rows, length),
+        _facts(config, job),
         lines,
         described.notes,
         config=config,
@@ -249,7 +253,7 @@ def of_system(text: str, asked: Asked) -> PlanSource:
     described = foreign.imported.described
     name = re.sub(r"[^\w.+-]+", "_", described.name)
     lines = tuple(job_lines(described))
-    facts = _facts(foreign.sizes, described.global_batch, described.length)
+    facts = _facts(foreign.sizes, foreign.job, OPTIMIZER_NAMES[described.optimizer])
     notes, strategy = described.notes, foreign.strategy
     return PlanSource(name, foreign.job, facts, lines, notes, strategy, foreign.sizes)
 
@@ -276,13 +280,15 @@ def of_file(path: Path, job: Job, strategy: Strategy | None, wanted: StepSize) -
     return PlanSource(path.stem, job, job_facts(job), lines, strategy=strategy)
 
 
-def _facts(config: models.DecoderConfig, rows: int, length: int) -> str:
+def _facts(config: models.DecoderConfig, job: Job, optimizer: str = "AdamW") -> str:
+    """Return a model of `piper.models` and its job in words."""
     parameters = models.parameter_count(config)
     size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
     mixture = f", {config.experts.number} experts" if config.experts is not None else ""
+    rows, length = job.global_batch, job.tokens_per_row or 0
     return (
         f"a decoder of {size} parameters, {count_text(config.layers, 'layer')}{mixture}; "
-        f"{count_text(rows, 'row')} of {length:,} tokens per step ({rows * length:,}); bfloat16 over float32, AdamW"
+        f"{count_text(rows, 'row')} of {length:,} tokens per step ({rows * length:,}); {_precision(job)}, {optimizer}"
     )
 
 

@@ -51,7 +51,7 @@ from piper_ops.experts.rounds import (
     experts_take,
 )
 from piper_ops.float8.products import float8_linear, float8_mm
-from piper_ops.float8.quantise import float8_cast, float8_scale
+from piper_ops.float8.quantise import float8_cast, float8_past_scale, float8_scale
 from piper_ops.float8.recipes import RECIPES, Float8
 from piper_ops.ground.errors import ExpertsOverflow, UnsupportedVariant, WrongCost
 from piper_ops.ground.library import DIRECT, OP_KERNELS, dtype_name
@@ -113,6 +113,7 @@ __all__ = [
     "float8_cast",
     "float8_linear",
     "float8_mm",
+    "float8_past_scale",
     "float8_scale",
     "FusionForm",
     "compiled_fusion",

@@ -16,8 +16,8 @@ from piper_simulator.metrics import step_runs
 
 MOST_SHARE = 0.05
 """The share of a step that sharing may save before a note says so."""
-MOST_BYTES = 2**30
-"""The bytes that a kernel which every device runs whole may read and write before a note says so."""
+MOST_MEMORY = 1 / 8
+"""The share of a device's memory that a kernel which every device runs whole may read and write before a note says so."""
 COPIES = frozenset({"clone"})
 """The operators that lay out tensors gathered from other devices, which is a cost of the exchange."""
 MOST_NAMED = 4
@@ -56,7 +56,8 @@ def whole_notes(plan: Plan, target: Cluster | None, step_s: float) -> list[str]:
     if target is None or plan.mesh.degree(plan.shared) < 2 or not step_s:
         return []
     most = max(_by_role(plan, target.device), key=lambda whole: whole.total_s, default=_Whole())
-    large = {op: nbytes for op, nbytes in most.most_bytes.items() if nbytes > MOST_BYTES}
+    bound = MOST_MEMORY * target.device.memory_bytes
+    large = {op: nbytes for op, nbytes in most.most_bytes.items() if nbytes > bound}
     slow = most.total_s > MOST_SHARE * step_s
     if not slow and not large:
         return []

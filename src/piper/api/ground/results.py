@@ -8,6 +8,7 @@ A folder holds the files of its command; `piper report` shows them.
   and limit_bytes, the memory of its device.
   Of more than 16 ranks it has `roles` instead, each with the `ranks` that it holds for.
 - origin.json: machine, versions, commit, seed, time and command.
+- answer.json: the ranked strategies of `piper plan`.
 - why.json: the tables and numbers of `piper simulate --why`, also for the prediction of a run.
 - measured.json: losses, step_s, batch_s, period_s, tokens_per_s, peak_bytes by rank.
 - spans-predicted.json, spans-measured.json: a `piper_ir.ground.trace.Trace`.
@@ -28,7 +29,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,13 +108,30 @@ def save_plan(folder: Path, plan: Plan, strategy: Strategy) -> None:
 
 def save_explanation(folder: Path, explanation: Why, tables: Iterable[Table]) -> None:
     """Write why.json: the tables as they are printed, and the numbers; raise OutputError when it cannot be written."""
-    names = ("title", "columns", "rows", "notes")  # words below rows are of plans alone
-    shown = [{name: getattr(table, name) for name in names} for table in tables]
+    shown = [_saved(table) for table in tables]
     with writing(folder):
         write_whole(
             folder / "why.json",
             json.dumps({"tables": shown, "numbers": explanation.as_dict()}),
         )
+
+
+def save_answer(folder: Path, table: Table) -> None:
+    """Write answer.json: the ranked strategies as they are printed; raise OutputError when it cannot be written.
+
+    The words below a row are its second column there.
+    """
+    rows = tuple(
+        (row[0], words, *row[1:]) for row, words in zip(table.rows, table.below, strict=True)
+    )
+    columns = (table.columns[0], "strategy", *table.columns[1:])
+    with writing(folder):
+        whole = _saved(replace(table, columns=columns, rows=rows))
+        write_whole(folder / "answer.json", json.dumps(whole))
+
+
+def _saved(table: Table) -> dict[str, Any]:
+    return {name: getattr(table, name) for name in ("title", "columns", "rows", "notes")}
 
 
 def save_prediction(folder: Path, prediction: Simulation, plan: Plan) -> None:

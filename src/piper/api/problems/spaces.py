@@ -370,7 +370,8 @@ class StrategySpace:
         if replicas == 1 and not zero:  # the devices along cp have the same rows
             return
         how: dict[str, Any] = {"over": over, "zero": zero}
-        how["bucket_mb"] = trial.suggest_float("bucket_mb", 25.0, 800.0, log=True)
+        # In tenths: a file for people has this number.
+        how["bucket_mb"] = round(trial.suggest_float("bucket_mb", 25.0, 800.0, log=True), 1)
         if zero == 3:
             how["prefetch"] = trial.suggest_int("prefetch", 1, 2)
             how["resident_mb"] = self._choice(trial, "resident_mb", (0, "step"))

@@ -104,8 +104,9 @@ def profile(
 
     Raises JobError, ExecutionError, and the errors of `compile`.
     """
-    from piper_runtime.launch import launcher_kind, open_pool
+    from piper_runtime.launch import check_float8, launcher_kind, open_pool
 
+    check_float8(job)
     if launcher_kind(launcher).open is None:
         raise ExecutionError(f'profile(launcher={launcher!r}): "processes" and "ray" are accepted')
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:

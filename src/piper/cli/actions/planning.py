@@ -10,7 +10,7 @@ from pathlib import Path
 
 from piper.api.content.origin import save_origin
 from piper.api.ground.clusters import cluster_named
-from piper.api.ground.results import new_folder, save_prediction, unless_empty
+from piper.api.ground.results import new_folder, save_answer, save_prediction, unless_empty
 from piper.cli.actions.importing import asked_of
 from piper.cli.arguments import PlanArguments
 from piper.cli.interrupts import INTERRUPTED
@@ -97,12 +97,13 @@ def planned(arguments: PlanArguments) -> int:
     if folder is not None:
         found.study.save(folder)
         save_origin(folder, a.seed, Path(a.source) if a.source.endswith(".py") else None)
+        save_answer(folder, table(source, found, name))
         if found.best is not None and found.simulation is not None:
             print(f"written: {write(folder, source, found, name)}", file=sys.stderr)
             save_prediction(folder, found.simulation, found.best.plan)
-            report_at_end(folder, found.best.plan)
         else:
             print(f"written: {folder}, the candidates with the reason of each", file=sys.stderr)
+        report_at_end(folder, None if found.best is None else found.best.plan)
     if found.study.interrupted:
         return INTERRUPTED
     if rehearsal is not None and not rehearsal.equal:

@@ -11,11 +11,11 @@ from torch import fx
 from piper_capture.graphs.closures import ancestors, drawn_before
 from piper_capture.torch_api._torch_joint import OpOverload
 from piper_capture.values import aliasing
-from piper_ops import float8_cast, float8_scale
+from piper_ops import float8_cast, float8_past_scale, float8_scale
 
 Rule = Callable[[fx.Graph, fx.Node], fx.Node | None]
 """A rule returns the node that stands for the given one from now on, or None if it does not apply."""
-SHARED = frozenset({float8_scale, float8_cast})
+SHARED = frozenset({float8_scale, float8_past_scale, float8_cast})
 """The ops that are made once where several would give the same: layers that read one tensor quantise it together."""
 COPIES = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
 

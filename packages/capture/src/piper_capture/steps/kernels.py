@@ -13,7 +13,14 @@ from torch import fx
 from piper_capture.values import aliasing
 from piper_ir.ground.errors import CaptureError
 from piper_ir.program.program import Cost, Kernel
-from piper_ops import COLLECTIVE_KINDS, KernelInfo, WrongCost, dtype_name, kernel_of
+from piper_ops import (
+    COLLECTIVE_KINDS,
+    KernelInfo,
+    WrongCost,
+    dtype_name,
+    float8_past_scale,
+    kernel_of,
+)
 
 SHARED = "shared_by"
 """The key of a node's meta for the number of devices that share its work."""
@@ -82,7 +89,7 @@ def counted(cost: Cost) -> Cost:
 
 def _launches(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    if node.target in COLLECTIVE_KINDS:
+    if node.target in COLLECTIVE_KINDS or node.target is float8_past_scale:  # known before the step
         return False
     return node.target is not operator.getitem and (
         not aliasing.is_view(node) or (schema is not None and schema.is_mutable)

@@ -45,6 +45,7 @@ LIKE = frozenset(
         "new_ones",
         "new_zeros",
         "empty_like",
+        "float8_past_scale",
         "full_like",
         "ones_like",
         "zeros_like",

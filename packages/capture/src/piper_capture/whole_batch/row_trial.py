@@ -14,7 +14,7 @@ from piper_capture.graphs.stepgraph import Joint
 from piper_capture.layouts.indexes import TensorKey, key_of
 from piper_capture.torch_api import _torch
 from piper_ir.ground.sizes import TensorSpec, bind
-from piper_ops import float8_scale, is_draw
+from piper_ops import float8_past_scale, float8_scale, is_draw
 
 PARTS = (3, 2)
 """The rows of the two parts."""
@@ -105,7 +105,7 @@ class RowTrial:
             for node in joint.graph.nodes:
                 if node not in needed or node in env:
                     continue
-                if node.target is float8_scale:  # which is a microbatch's by definition
+                if node.target in (float8_scale, float8_past_scale):  # a microbatch's by definition
                     env[node] = torch.ones(node.meta["val"].shape)
                     continue
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)

@@ -295,7 +295,7 @@ def _float8(foreign: Foreign) -> Float8Layers | None:
     recipe = float8_recipe(foreign)
     if not recipe:
         return None
-    if recipe == "mxfp8":
+    if recipe != "tensorwise":  # Transformer Engine's
         return Float8Layers(recipe, saved="float8")
     return Float8Layers(recipe, modules=("layers.*",), keep=("layers.0.attention.q*",))
 

@@ -92,6 +92,7 @@ def _impossible(described: JobDescription) -> list[str]:
 
 FP8: Mapping[str, Mapping[str, Any]] = {
     "tensorwise": {"backend": "AO", "enable_fsdp_float8_all_gather": False},
+    "delayed": {"backend": "TE"},
     "mxfp8": {"backend": "TE", "use_mxfp8_block_scaling": True, "fp8_format": "E4M3"},
 }
 """The section of fp8 by the recipes that Accelerate can ask for."""

@@ -23,7 +23,7 @@ HOSTS = Ignored("concerns how processes are started")
 
 
 def float8_recipe(foreign: Foreign) -> str:
-    """Return the recipe of fp8: of torchao, or Transformer Engine's of blocks; "" for another, or none.
+    """Return the recipe of fp8, of torchao or of Transformer Engine; "" for another, or none.
 
     The file names the backend, torchao or Transformer Engine; without a name Accelerate takes an installed one.
     """
@@ -32,11 +32,13 @@ def float8_recipe(foreign: Foreign) -> str:
     backend = str(foreign.get("fp8_config.backend", "")).upper()
     if backend == "AO":
         return "tensorwise"
-    return "mxfp8" if backend == "TE" and foreign.get("fp8_config.use_mxfp8_block_scaling") else ""
+    if backend != "TE":
+        return ""
+    return "mxfp8" if foreign.get("fp8_config.use_mxfp8_block_scaling") else "delayed"
 
 
 FP8 = Unsupported(
-    "fp8 but for the backend AO, or TE with use_mxfp8_block_scaling,",
+    "fp8 but for the backends AO and TE,",
     "take bf16 in the file",
     unless=("no", "bf16", "fp16", None),
     stand_in="bf16",

@@ -172,7 +172,7 @@ def _float8(foreign: Foreign, asked: Asked) -> Float8Layers | None:
         first, last = (foreign[f"num-layers-at-{end}-in-bf16"] for end in ("start", "end"))
         kept = tuple(k for k in range(layers) if k < first or k >= layers - last)
     return Float8Layers(
-        "tensorwise" if recipe == "delayed" else recipe,
+        recipe,
         modules=("layers.*",),
         keep=tuple(f"layers.{k}.*" for k in kept),
         saved="float8",

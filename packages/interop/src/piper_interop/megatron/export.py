@@ -145,7 +145,7 @@ def _float8(described: JobDescription, options: WrittenOptions) -> None:
         options.near("inputs saved as they are", "Transformer Engine saves them in float8")
 
 
-FORMATS = {"tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
+FORMATS = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
 """The formats of fp8 by the recipes that Transformer Engine has."""
 
 

@@ -15,7 +15,6 @@ TABLE: OptionTable = spelled({**ASIDE, **MODEL, **STRATEGY}, NAMES)
 
 STAND_INS = {
     "bf16": "fp8 of a recipe that is not here, and fp4, are taken as bfloat16",
-    "tensorwise": "scales of float8 come from the tensor itself, and not from steps before",
     "etp": "experts are cut by tp like everything else, over fewer devices",
     "ring": "keys of all context devices go round one ring, without levels",
     "adam": "the optimizer is AdamW",

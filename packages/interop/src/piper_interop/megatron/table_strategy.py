@@ -103,13 +103,6 @@ def _recipe_is(*names: str) -> Callable[[Foreign], bool]:
 
 _FLOAT8: tuple[OptionRow, ...] = (
     Unsupported(
-        "delayed scaling of fp8",
-        "give --set --fp8-recipe=tensorwise",
-        stand_in="tensorwise",
-        how=f"as --fp8-recipe tensorwise, with a pass over each tensor for its scale: {SLOW}",
-        when=_recipe_is("delayed"),
-    ),
-    Unsupported(
         "fp8 by a quantizer of its own",
         "leave it out with --set",
         stand_in="bf16",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from piper_ops.costing.registry import FLASH, PORTABLE, Call
 from piper_ops.float8.products import float8_mm
-from piper_ops.float8.quantise import float8_cast, float8_scale
+from piper_ops.float8.quantise import float8_cast, float8_past_scale, float8_scale
 
 aten = torch.ops.aten
 Packet = torch._ops.OpOverloadPacket
@@ -295,6 +295,7 @@ FLOAT8 = "float8"
 OF_FLOAT8: Mapping[torch._ops.OpOverload, CostFormula] = {
     # Counted off the definition: magnitude, maximum; multiply, clamp, round.
     float8_scale: CostFormula(lambda call: 2 * call.tensor("x").numel(), dtype="float32"),
+    float8_past_scale: CostFormula(lambda call: 0, bytes=lambda call: 0, kind="other"),
     float8_cast: CostFormula(lambda call: 3 * call.tensor("x").numel(), dtype="float32"),
     float8_mm: CostFormula(
         lambda call: 2 * prod(_matrices("a", "b")(call)),

@@ -12,8 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from piper_ops.float8.quantise import float8_cast, float8_scale, in_blocks
-from piper_ops.float8.recipes import RECIPES, Float8Recipe, QuantisedOperand, QuantisedOperands
+from piper_ops.float8.quantise import (
+    float8_cast,
+    float8_past_scale,
+    float8_scale,
+    in_blocks,
+)
+from piper_ops.float8.recipes import RECIPES, Float8Recipe, QuantisedOperand
 from piper_ops.ground.library import LIBRARY, accumulate_dtype, contiguous_empty, define
 
 CAPABILITY = (8, 9)
@@ -105,10 +110,13 @@ float8_mm = define(
 """
 
 
-def _quantised(x: Tensor, operand: QuantisedOperand, kept: int, power: bool) -> Quantised:
+def _quantised(x: Tensor, operand: QuantisedOperand, kept: int, recipe: Float8Recipe) -> Quantised:
     """Return a matrix in float8; `kept` is the dimension that the result of the product has, too."""
     blocks = (operand.kept, operand.summed)[:: -1 if kept else 1]
-    scale = float8_scale(x, *blocks, operand.dtype, power)
+    if recipe.delayed:
+        scale = float8_past_scale(x)
+    else:
+        scale = float8_scale(x, *blocks, operand.dtype, recipe.power)
     return Quantised(float8_cast(x, scale, operand.dtype), scale)
 
 
@@ -124,8 +132,8 @@ class _Linear(torch.autograd.Function):
         made = RECIPES[recipe]
         of_input, of_weight = made.forward
         rows = x.reshape(-1, x.shape[-1])
-        a = _quantised(rows, of_input, 0, made.power)
-        b = _quantised(weight, of_weight, 0, made.power)
+        a = _quantised(rows, of_input, 0, made)
+        b = _quantised(weight, of_weight, 0, made)
         result = float8_mm(*a, *b.transposed(), x.dtype, True)
         ctx.recipe, ctx.shape = made, x.shape
         if saved == "input" or made.wgrad is None:
@@ -133,7 +141,7 @@ class _Linear(torch.autograd.Function):
         elif of_input.alike:
             ctx.save_for_backward(weight, *a)
         else:
-            ctx.save_for_backward(weight, *_quantised(rows, made.wgrad[1], 1, made.power))
+            ctx.save_for_backward(weight, *_quantised(rows, made.wgrad[1], 1, made))
         return torch.Tensor.view(result, *x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -146,28 +154,28 @@ class _Linear(torch.autograd.Function):
         shared = made.wgrad is not None and of_grad.alike and made.wgrad[0] == of_grad
         grad_input = grad_weight = known = None
         if wants_input or shared:
-            known = _quantised(rows, of_grad, 0, made.power)
+            known = _quantised(rows, of_grad, 0, made)
         if wants_input and known is not None:
-            b = _quantised(weight, of_weight, 1, made.power)
+            b = _quantised(weight, of_weight, 1, made)
             grad_input = float8_mm(*known, *b, grad.dtype, False).view(ctx.shape)
         if wants_weight:
             known = known if shared else None
-            grad_weight = _weight_gradient(made.wgrad, made.power, rows, known, saved)
+            grad_weight = _weight_gradient(made, rows, known, saved)
         return grad_input, grad_weight, None, None
 
 
 def _weight_gradient(
-    operands: QuantisedOperands | None,
-    power: bool,
+    recipe: Float8Recipe,
     grad: Tensor,
     quantised: Quantised | None,
     saved: list[Tensor],
 ) -> Tensor:
     """Return dy^T x; `saved` is x, or x in float8 with its scales."""
-    if operands is None:
+    if recipe.wgrad is None:
         return torch.mm(grad.t(), saved[0])
-    a = quantised or _quantised(grad, operands[0], 1, power)
-    b = saved if len(saved) == 2 else _quantised(saved[0], operands[1], 1, power)
+    of_grad, of_input = recipe.wgrad
+    a = quantised or _quantised(grad, of_grad, 1, recipe)
+    b = saved if len(saved) == 2 else _quantised(saved[0], of_input, 1, recipe)
     product: Tensor = float8_mm(*a.transposed(), *b, grad.dtype, False)
     return product
 

@@ -1,5 +1,7 @@
 """Define piper::float8_scale and piper::float8_cast, which quantise a matrix in blocks that have one scale each.
 
+piper::float8_past_scale stands for a scale of earlier steps, which is predicted and not executed.
+
 Scales are float32, with the arithmetic of torchao 0.18 (float8/float8_utils.py): the largest number of the dtype over
 the largest magnitude in float64, at least 1e-12, rounded to float32, and to a power of two below if asked for. Numbers
 are multiplied in float32, and in float64 if they have it.
@@ -10,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from piper_ops.float8.recipes import ALL
+from piper_ops.float8.recipes import ALL, Float8
 from piper_ops.ground.errors import UnsupportedVariant
 from piper_ops.ground.library import FLOATS, contiguous_empty, define
 
@@ -46,6 +48,14 @@ def _scale_kernel(x: Tensor, rows: int, columns: int, dtype: torch.dtype, power:
     most = torch.linalg.vector_norm(blocks, torch.inf, (1, 3)).double()
     scale: Tensor = (torch.finfo(dtype).max / most.clamp(min=LEAST)).float()
     return scale.log2().floor().exp2() if power else scale
+
+
+def _past_scale_fake(x: Tensor) -> Tensor:
+    return contiguous_empty(x, (1, 1), torch.float32)
+
+
+def _past_scale_kernel(x: Tensor) -> Tensor:
+    raise UnsupportedVariant(Float8("delayed").cannot_run)
 
 
 def in_blocks(x: Tensor, down: int, across: int) -> Tensor:
@@ -99,3 +109,7 @@ float8_cast = define(
     direct=True,
 )
 """The numbers of x [M, K] times its scales, rounded to a float8 dtype; numbers beyond its range become its largest."""
+float8_past_scale = define(
+    "float8_past_scale", "(Tensor x) -> Tensor", _past_scale_fake, _past_scale_kernel
+)
+"""The scale [1, 1] that earlier steps left for all of x; it costs nothing, and cannot be executed."""

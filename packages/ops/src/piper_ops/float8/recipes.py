@@ -53,12 +53,14 @@ class Float8Recipe:
         dgrad: of the gradient of the output and the weight.
         wgrad: of the gradient of the output and the input; None for a product in the dtype of the layer.
         power: whether scales are rounded down to powers of two.
+        delayed: whether scales come from the magnitudes of earlier steps, so that no pass over a tensor finds them.
     """
 
     forward: QuantisedOperands
     dgrad: QuantisedOperands
     wgrad: QuantisedOperands | None
     power: bool
+    delayed: bool = False
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -83,18 +85,19 @@ RECIPES: Mapping[str, Float8Recipe] = {
     "tensorwise": Float8Recipe(
         (_TENSOR, _TENSOR), (_GRADIENT, _TENSOR), (_GRADIENT, _TENSOR), False
     ),
+    "delayed": Float8Recipe(
+        (_TENSOR, _TENSOR), (_GRADIENT, _TENSOR), (_GRADIENT, _TENSOR), False, delayed=True
+    ),
     "rowwise": Float8Recipe((_ROW, _ROW), (_ROW, _ROW), (_ROW, _ROW), True),
     "rowwise_with_gw_hp": Float8Recipe((_ROW, _ROW), (_ROW, _TENSOR), None, True),
     "blockwise": Float8Recipe((_LINE, _SQUARE), (_LINE, _SQUARE), (_LINE, _LINE), True),
     "mxfp8": Float8Recipe((_GROUP, _GROUP), (_GROUP, _GROUP), (_GROUP, _GROUP), True),
 }
-"""The recipes by name, the first three as torchao calls them.
+"""The recipes by name, "tensorwise" and "rowwise" as torchao calls them.
 
-The other two come from Transformer Engine, whose current scaling is "tensorwise". The scales of "mxfp8" have no
-other form here than those of "blockwise", though on devices they have 8 bits.
+The others come from Transformer Engine (`DelayedScaling` is its default), whose current scaling is "tensorwise". The
+scales of "mxfp8" have no other form here than those of "blockwise", though on devices they have 8 bits.
 """
-DELAYED = "delayed"
-"""The recipe of Transformer Engine that takes the scales from steps before."""
 SAVED = ("input", "float8")
 
 
@@ -116,13 +119,18 @@ class Float8:
     saved: str = "input"
 
     @property
+    def cannot_run(self) -> str:
+        """Return why a plan with this is predicted only, with the way out; "" if it can be executed, too."""
+        if not RECIPES[self.recipe].delayed:
+            return ""
+        return (
+            f"Float8(recipe={self.recipe!r}): predicted only, since scales of earlier steps are a state that no plan "
+            "has yet; to train, take 'tensorwise', whose scales come from the tensor itself, at the price of a pass over it"
+        )
+
+    @property
     def problem(self) -> str:
         """Return why the fields are not accepted; "" if they are."""
-        if self.recipe == DELAYED:
-            return (
-                "recipe='delayed': scales of earlier steps are a state that no plan has yet; "
-                "'tensorwise' takes them from the tensor itself, at the price of a pass over it"
-            )
         if self.recipe not in RECIPES:
             return f"recipe={self.recipe!r}: one of {', '.join(RECIPES)} is needed"
         for name in ("modules", "keep"):

@@ -32,6 +32,7 @@ FILES = {
     "predicted.json": "piper simulate --out DIR, piper run",
     "spans-predicted.json": "piper simulate --out DIR, piper run",
     "why.json": "piper simulate --why --out DIR",
+    "answer.json": "piper plan",
     "measured.json": "piper run",
     "spans-measured.json": "piper run",
     "metrics.jsonl": "piper run",
@@ -195,8 +196,8 @@ class ResultOrigin:
 
 
 @dataclass(frozen=True)
-class WhyTable:
-    """Hold one table of an explanation."""
+class SavedTable:
+    """Hold a table that a command saved as it printed it."""
 
     title: str
     columns: tuple[str, ...]
@@ -208,7 +209,7 @@ class WhyTable:
 class WhyTables:
     """Hold why.json: the explanation of a step, as `piper simulate --why` prints it."""
 
-    tables: tuple[WhyTable, ...] = ()
+    tables: tuple[SavedTable, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -230,6 +231,7 @@ class Results:
         hung: whether the run hung; hang.txt then says where every rank was.
         origin: origin.json.
         why: why.json.
+        answer: answer.json, the ranked strategies of `piper plan`.
     """
 
     folder: Path
@@ -247,6 +249,7 @@ class Results:
     hung: bool = False
     origin: ResultOrigin | None = None
     why: WhyTables | None = None
+    answer: SavedTable | None = None
 
 
 def load(folder: str | Path, plan: Plan | None = None) -> Results:
@@ -292,6 +295,7 @@ def load(folder: str | Path, plan: Plan | None = None) -> Results:
         hung=(folder / HANG_FILE).is_file(),
         origin=_read(folder, "origin.json", _plain(ResultOrigin)),
         why=_read(folder, "why.json", _plain(WhyTables)),
+        answer=_read(folder, "answer.json", _plain(SavedTable)),
     )
     _check_together(results)
     return results

@@ -1,4 +1,4 @@
-"""AnswerTile first: the loss of a run, whether a plan fits and how fast it is, and the best candidate of a tuning."""
+"""Make the tiles at the head: the loss of a run, whether a plan fits, its speed, the best candidate of a tuning."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def _speed(predicted: Predicted | None, measured: Measured | None) -> list[Answe
 
 def _best(results: Results) -> list[AnswerTile]:
     study = results.study
-    if study is None:
+    answered = results.answer is not None and results.answer.rows
+    if study is None or answered:  # the strategies of a plan are simulated with contention
         return []
     best = next((t for t in study.trials if t.number == study.best), None)
     if best is None:

@@ -10,11 +10,11 @@ from piper_ir.ground.errors import OutputError
 from piper_ir.ground.expert_tokens import LOAD_NOT_MEASURED
 from piper_ir.ground.trace import Trace
 from piper_ir.plan.plan import Plan
-from piper_ir.study.study import Row, limit_text
+from piper_ir.study.study import Row, StudyDocument, limit_text
 from piper_ir.study.study_groups import indifferent_text, interval_text
-from piper_ir.tools import time_text, write_whole
+from piper_ir.tools import count_text, time_text, write_whole
 from piper_report.facts.clocks import NOTE, aligned
-from piper_report.facts.results import HANG_FILE, Results, WhyTable, load
+from piper_report.facts.results import HANG_FILE, Results, SavedTable, load
 from piper_report.facts.summary import Table, far_from_measured
 from piper_report.figures.expert_figures import load_figure, token_figure
 from piper_report.figures.gantt import timelines
@@ -41,7 +41,7 @@ from piper_report.tables.tables import (
     source_sheet,
     step_sheet,
 )
-from piper_report.tables.tuning_tables import trial_text, tuning_sheets
+from piper_report.tables.tuning_tables import params_text, trial_text, tuning_sheets
 
 DEFINITIONS = (
     "Exposed communication: a rank computes nothing while one of its transfers is under way. Bubble, global: the "
@@ -53,6 +53,13 @@ OF_MEASURED = (
     "Errors are predicted / measured - 1. Measured idle times are of the last step, the one that was traced. TimelineStep "
     "in steady state, measured: the median without the first 3 steps."
 )
+
+OF_SEARCH = (
+    "A search scores its candidates without contention on shared links. The best of each structure were then simulated "
+    "with it: the first chapter has these times."
+)
+WARNING = "warning: "
+"""The start of a note that the page marks."""
 
 
 @dataclass(frozen=True)
@@ -140,11 +147,27 @@ def _write(target: Path, files: dict[Path, bytes]) -> None:
 
 
 def _sections(results: Results) -> list[PageSection]:
-    """Return all chapters; of a run, people look for its training first."""
+    """Return all chapters; people look for the strategies of a plan and for the training of a run first."""
     return [
-        _training(results), _summary(results), _strategy(results), _timeline(results), _why(results), _memory(results),
-        _experts(results), _tuning(results), _costs(results),
+        _answer(results), _training(results), _summary(results), _strategy(results), _timeline(results), _why(results),
+        _memory(results), _experts(results), _tuning(results), _costs(results),
     ]  # fmt: skip
+
+
+def _answer(results: Results) -> PageSection:
+    """Return the strategies that `piper plan` found; the next chapter has the warnings of the first."""
+    if results.answer is None:
+        return PageSection("strategies", "Strategies")
+    known = results.predicted.notes if results.predicted is not None else ()
+    warned = [note for note in results.answer.notes if note.startswith(WARNING)]
+    told = [note for note in results.answer.notes if note not in warned]
+    item = _saved("strategies", replace(results.answer, notes=tuple(told)))
+    return PageSection(
+        "strategies",
+        results.answer.title,
+        [note for note in warned if note.removeprefix(WARNING) not in known],
+        [item] if results.answer.rows else told,
+    )
 
 
 def _strategy(results: Results) -> PageSection:
@@ -154,18 +177,18 @@ def _strategy(results: Results) -> PageSection:
 
 def _why(results: Results) -> PageSection:
     tables = results.why.tables if results.why is not None else ()
-    items = [_explained(n, t) for n, t in enumerate(tables, start=1)]
+    titled = [replace(t, title=t.title[:1].upper() + t.title[1:]) for t in tables]
+    items = [_saved(f"why{n}", t) for n, t in enumerate(titled, start=1)]
     step = "step" if results.measured is None else "predicted step"
     return PageSection("why", f"Why the {step} takes as long as it does", (), items)
 
 
-def _explained(number: int, table: WhyTable) -> Sheet:
-    """Return a table of an explanation; columns of words need names in the file, too."""
+def _saved(name: str, table: SavedTable) -> Sheet:
+    """Return a saved table as a sheet; columns without a title need names in the file."""
     columns = [
         Column(title or f"column{k}", title) for k, title in enumerate(table.columns, start=1)
     ]
-    title = table.title[:1].upper() + table.title[1:]
-    return sheet(f"why{number}", title, columns, table.rows, table.notes)
+    return sheet(name, table.title, columns, table.rows, table.notes)
 
 
 def facts_of(results: Results) -> list[tuple[str, str]]:
@@ -176,7 +199,7 @@ def facts_of(results: Results) -> list[tuple[str, str]]:
         facts.append(
             (
                 "plan",
-                f"{plan.key} on {plan.mesh}: {len(plan.roles)} roles, {plan.mesh.world:,} ranks",
+                f"{plan.key} on {plan.mesh}: {count_text(len(plan.roles), 'role')}, {count_text(plan.mesh.world, 'rank')}",
             )
         )
         tokens = f", {plan.tokens_per_step:,} tokens" if plan.tokens_per_step else ""
@@ -184,7 +207,7 @@ def facts_of(results: Results) -> list[tuple[str, str]]:
         batch = f"{plan.global_batch:,} rows{tokens} per step; {plan.microbatches} microbatches of {rows}"
         facts.append(("batch", batch))
     if results.params:
-        facts.append(("parameters", ", ".join(f"{k}={v}" for k, v in results.params.items())))
+        facts.append(("parameters", params_text(results.params)))
     if results.predicted_trace is not None and "cluster" in results.predicted_trace.notes:
         facts.append(("predicted for", results.predicted_trace.notes["cluster"]))
     if results.measured is not None:
@@ -195,10 +218,7 @@ def facts_of(results: Results) -> list[tuple[str, str]]:
         ended = "; interrupted, this is what was found until then" if study.interrupted else ""
         text = f"{study.cluster}: {len(study.trials)} candidates, seed {study.seed}, memory limit {limit}{ended}"
         facts.append(("tuned for", text))
-        best = next((t for t in study.trials if t.number == study.best), None)
-        facts.append(("best candidate", "none was found" if best is None else _told(best)))
-        within = interval_text(study.trials, best, study.interval_share, study.interval_stack)
-        facts += [("interval", within)] if within else []
+        facts += [] if results.answer is not None and results.answer.rows else _best(study)
         facts += [("one word more", text) for text in study.advice]
         facts += [("parameters that", text)] if (text := indifferent_text(study.trials)) else []
     return facts
@@ -219,6 +239,15 @@ def _origin(results: Results) -> list[tuple[str, str]]:
         ("seed", seed),
     ]
     return [(name, text) for name, text in (*said, ("command", provenance.command)) if text]
+
+
+def _best(study: StudyDocument) -> list[tuple[str, str]]:
+    """Return the best candidate of a search, and how many others are within its interval."""
+    best = next((t for t in study.trials if t.number == study.best), None)
+    if best is None:
+        return [("best candidate", "none was found")]
+    within = interval_text(study.trials, best, study.interval_share, study.interval_stack)
+    return [("best candidate", _told(best)), *([("interval", within)] if within else [])]
 
 
 def _told(best: Row) -> str:
@@ -330,7 +359,8 @@ def _tuning(results: Results) -> PageSection:
         return PageSection("tuning", "Tuning")
     figures = (history_figure(study), pareto_figure(study), parallel_figure(study))
     sheets = {s.name: s for s in tuning_sheets(results)}
-    items: list[Picture | Sheet | str] = [x for x in figures if x is not None]
+    items: list[Picture | Sheet | str] = [OF_SEARCH] if results.answer is not None else []
+    items += [x for x in figures if x is not None]
     items += [sheets[n] for n in ("confirmed", "rejected", "rules") if n in sheets]
     return PageSection(
         "tuning", "Tuning", (), items, [sheets["trials"]] if "trials" in sheets else []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from piper_ir.study.study import Row, objective_of
 from piper_ir.study.study_groups import folded, folded_text
@@ -17,7 +18,15 @@ from piper_report.tables.tables import MOST_NOTES, Column, Sheet, error_of, shee
 
 def trial_text(trial: Row) -> str:
     """Return the parameters of a trial as text."""
-    return ", ".join(f"{k}={v}" for k, v in trial.params.items()) or ABSENT
+    return params_text(trial.params) or ABSENT
+
+
+def params_text(params: Mapping[str, Any]) -> str:
+    """Return names and values as text, numbers with four digits."""
+    return ", ".join(
+        f"{name}={format(value, '.4g') if isinstance(value, float) else value}"
+        for name, value in params.items()
+    )
 
 
 def tuning_sheets(results: Results) -> list[Sheet]:

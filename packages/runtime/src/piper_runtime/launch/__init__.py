@@ -14,7 +14,7 @@ from piper_runtime.launch.processes.processes import Pool
 from piper_runtime.launch.ray.ray_cluster import RayWording, connect
 from piper_runtime.launch.running.inline_run import rank_job
 from piper_runtime.launch.running.launchers import launcher_kind, open_pool
-from piper_runtime.launch.running.run import check_request, execute, run_plan
+from piper_runtime.launch.running.run import check_float8, check_request, execute, run_plan
 from piper_runtime.launch.torchrun.command_lines import Launch, launch_sections, launch_text
 from piper_runtime.launch.torchrun.torchrun import is_first, is_first_to_say
 
@@ -36,6 +36,7 @@ __all__ = [
     "StepRecord",
     "WARMUP_STEPS",
     "Workers",
+    "check_float8",
     "check_request",
     "connect",
     "emulate",

@@ -10,6 +10,7 @@ from piper_capture.layouts.loops import Loops, OpCall
 from piper_capture.layouts.rules.letters import all_whole
 from piper_capture.layouts.rules.rules_views import takes_shape
 from piper_capture.torch_api._torch import OpOverload
+from piper_ops import float8_past_scale
 
 aten = torch.ops.aten
 
@@ -33,6 +34,7 @@ RULES: dict[OpOverload, Callable[[OpCall], Loops]] = {
     aten.new_full.default: _filled,
     aten.new_empty.default: _filled,
     aten.scalar_tensor.default: _single,
+    float8_past_scale: _single,
     **dict.fromkeys(
         (aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default),
         all_whole,

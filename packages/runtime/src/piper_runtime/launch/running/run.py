@@ -75,6 +75,7 @@ def check_request(plan: Plan, job: Job, options: RunOptions) -> None:
             "Options(cuda_graph=True): the inline launcher issues the instructions of all ranks in turns; use "
             'launcher="processes" on CUDA devices, or leave cuda_graph out'
         )
+    check_float8(job)
     check_clip(plan, job)
     check_data_replicas(job.batch, plan.replicas)
 
@@ -93,6 +94,13 @@ def check_evaluation(plan: Plan, options: RunOptions) -> None:
         raise JobError(
             "the evaluation was compiled for another mesh or global batch than the plan; compile both together"
         )
+
+
+def check_float8(job: Job) -> None:
+    """Raise JobError for a recipe of float8 that is predicted only."""
+    asked = job.precision.quantised
+    if asked is not None and asked.cannot_run:
+        raise JobError(asked.cannot_run)
 
 
 def check_clip(plan: Plan, job: Job) -> None:
