@@ -24,7 +24,7 @@ LONG = 1000
 BESIDE: dict[str, set[Any]] = dict(
     tiles={2}, waits={"all", "saved", "inputs"}, scaled={True}, hosted={"optim", "states"}, over_cp={True},
     hidden={"tp", "cp", "etp"}, folded={"tp", "cp"}, beside={True}, sized={True}, apart={True}, group={2},
-    messages={"gather", "reduce"},
+    messages={"gather", "reduce", "send"},
 )  # fmt: skip
 """Values of fields that random compositions have beside their factors."""
 
@@ -138,6 +138,7 @@ def _have_the_fields_beside_the_factors(drawn: list[Composition]) -> None:
         assert wanted <= {getattr(c, name) for c in drawn}, name
     assert any(len(set(c.at)) < len(c.at) for c in drawn), "empty stages"
     assert any(c.axes for c in drawn), "orders of axes"
+    assert any("+" in c.hidden for c in drawn), "experts cut along two axes"
     assert any(c.dp > 1 and not c.zero and not c.overlap_states for c in drawn), "overlap=False"
 
 

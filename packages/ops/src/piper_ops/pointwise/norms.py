@@ -231,6 +231,7 @@ layer_norm_wgrad = define(
     "output_mask) -> (Tensor, Tensor)",
     _layer_norm_wgrad_fake,
     _layer_norm_wgrad_kernel,
+    direct=True,
 )
 """An op that returns (grad_weight, grad_bias) in `dtype`; one that output_mask leaves out has 0 elements."""
 layer_norm_backward = define(
