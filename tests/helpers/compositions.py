@@ -392,8 +392,10 @@ def _sends(c: Composition) -> Iterator[Any]:
             microbatches = list(range(c.microbatches))
             if c.schedule == "gpipe":
                 rng.shuffle(microbatches)
+                if microbatches == sorted(microbatches):
+                    microbatches.reverse()
             else:
-                for k in range(rng.randrange(2), c.microbatches - 1, 2):
+                for k in range(rng.randrange(min(2, c.microbatches - 1)), c.microbatches - 1, 2):
                     microbatches[k : k + 2] = reversed(microbatches[k : k + 2])
             of_stage = [where(op="send", phase=phase, stage=stage, mb=mb) for mb in microbatches]
             yield order(*of_stage, missing="skip")
