@@ -231,6 +231,11 @@ def _size(model: str) -> tuple[int, tuple[int, ...]]:
     return {**SIZES, **DECODERS}.get(model, (3, (1, 2)))
 
 
+def has_stages(model: str, schedule: str, pp: int) -> bool:
+    """Return whether a recipe cuts a model into stages for so many devices."""
+    return _stages(schedule, pp, 0) in _size(model)[1]
+
+
 def _devices(pp: int, dp: int, sharing: str) -> int:
     how = SHARING[sharing]
     return pp * dp * how.get("tp", 1) * how.get("cp", 1)

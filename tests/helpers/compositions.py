@@ -8,7 +8,7 @@ tests/helpers/models.py, each captured once per process.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Literal
@@ -143,7 +143,7 @@ class Composition:
     states. whole_mb: parameters of up to this size stay whole. tp: devices
     that share the work of each chunk; along its tokens too with `stream`, where `gathered` keeps what the forward
     gathers, and products are computed in `pieces`. cp: devices that share the tokens, with this `attention` in this
-    `order`. ep: of `dp` replicas so many share experts; hidden: the axis along which devices cut each of these, where
+    `order`. ep: of `dp` replicas so many share experts; hidden: the axes along which devices cut each of these, where
     "etp" is of two of the replicas. over_cp: whether states are shared over cp, too. tiles: of tokens, in which the
     loss is computed. overlap_states: whether messages of buckets run beside compute. scaled: whether the loss is
     scaled, by another number in each step.
@@ -151,7 +151,7 @@ class Composition:
     hosted: the states on the host: "optim", "states" or none. axes: the order of the mesh's axes. folded: an axis whose
     devices share tokens, and have experts of their own beside ep. beside: whether rows travel beside the other
     operations of a mixture. sized: whether recipes take rows in place of microbatches, and the stages of the mesh.
-    messages: "gather" or "reduce", of layers in an order drawn by `seed`."""
+    messages: "gather" or "reduce", of layers in an order drawn by `seed`, or "send", of each stage's microbatches."""
 
     model: str
     pp: int = 1
@@ -196,13 +196,13 @@ class Composition:
     at: tuple[int, ...] = ()
     kernels: Literal["eager", "inductor"] = "eager"
     hosted: str = ""
-    hidden: Literal["", "tp", "cp", "etp"] = ""
+    hidden: Literal["", "tp", "cp", "etp", "tp+cp", "tp+etp", "cp+etp"] = ""
     over_cp: bool = False
     axes: tuple[str, ...] = ()
     folded: Literal["", "tp", "cp"] = ""
     beside: bool = False
     sized: bool = False
-    messages: Literal["", "gather", "reduce"] = ""
+    messages: Literal["", "gather", "reduce", "send"] = ""
     group: int = 1
     apart: bool = False
 
@@ -322,7 +322,7 @@ def strategy_of(c: Composition) -> Strategy:
             whole_mb=c.whole_mb,
             **level,
         )
-    etp = 2 if c.hidden == "etp" else 1
+    etp = etp_of(c)
     if c.ep > 1:
         sharing["over"] = ("dp", "ep", *["etp"] * (etp > 1))
     if c.over_cp:
@@ -368,10 +368,37 @@ def strategy_of(c: Composition) -> Strategy:
     )
 
 
+def etp_of(c: Composition) -> int:
+    """How many replicas cut each expert."""
+    return 2 if "etp" in c.hidden.split("+") else 1
+
+
 def _ordered(c: Composition, program: Program) -> tuple[Any, ...]:
+    if c.messages == "send":
+        return tuple(_sends(c))
     layers = list(layers_of(program))
     Random(c.seed).shuffle(layers)
     return (order(*[where(op=c.messages, layer=layer) for layer in layers]),)
+
+
+def _sends(c: Composition) -> Iterator[Any]:
+    """Of each stage's values, those of some microbatches leave behind those of the next one.
+
+    Where all forwards of a stage stand before its backwards, their values leave in any order.
+    """
+    rng, phases = Random(c.seed), {"F": range(c.pp - 1), "B": range(1, c.pp)}
+    for phase, stages in phases.items() if c.schedule == "gpipe" else [("F", phases["F"])]:
+        for stage in stages:
+            microbatches = list(range(c.microbatches))
+            if c.schedule == "gpipe":
+                rng.shuffle(microbatches)
+                if microbatches == sorted(microbatches):
+                    microbatches.reverse()
+            else:
+                for k in range(rng.randrange(min(2, c.microbatches - 1)), c.microbatches - 1, 2):
+                    microbatches[k : k + 2] = reversed(microbatches[k : k + 2])
+            of_stage = [where(op="send", phase=phase, stage=stage, mb=mb) for mb in microbatches]
+            yield order(*of_stage, missing="skip")
 
 
 def compiled(c: Composition) -> Compiled:

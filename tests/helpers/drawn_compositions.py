@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.helpers import composition_cover as covers
 from tests.helpers import transformers
-from tests.helpers.compositions import FLOAT8, MIXED, PIPELINES, Composition, captured
+from tests.helpers.compositions import FLOAT8, MIXED, PIPELINES, Composition, captured, etp_of
 from tests.helpers.cover import Row
 
 FORM = ("model", "precision", "sharing", "ep", "keep", "rows")
@@ -33,10 +33,10 @@ FORMS: tuple[Row, ...] = (
 )
 """The captures and forms of `make test` that the rows of its cover lack, some of them twice."""
 WAYS = {
-    "steered": ("folded", "cp"),
-    "mixture": ("hidden", "tp"),
-    "shared_experts": ("folded", "tp"),
-    "biased_experts": ("hidden", "cp"),
+    "steered": (("folded", "cp"),),
+    "mixture": (("hidden", "tp"), ("hidden", "tp+cp")),
+    "shared_experts": (("folded", "tp"),),
+    "biased_experts": (("hidden", "cp"), ("hidden", "cp+etp")),
 }
 """How devices share each dropless mixture in `make test`, where there is room."""
 MOST = 8
@@ -82,8 +82,8 @@ TOKENS: Mapping[str, dict[str, Any]] = {
 def shared_experts(row: Row, rng: Random, quick: bool = False) -> dict[str, Any]:
     """Return the fields by which devices share a dropless mixture; none where the row has no room.
 
-    They cut each expert along one of `TOKENS`, or along two of the replicas ("etp"); or they have experts of their own
-    along one of `TOKENS`, too.
+    They cut each expert along one of `TOKENS`, along two of the replicas ("etp"), or along two of these axes; or they
+    have experts of their own along one of `TOKENS`, too.
     """
     mixture = row["model"] if row["model"] in covers.MIXTURES else "mixture"
     if not _dropless(row["model"]) or row["sharing"]:
@@ -93,16 +93,19 @@ def shared_experts(row: Row, rng: Random, quick: bool = False) -> dict[str, Any]
     most = 8 if row["launcher"] == "inline" else 4
     room = 2 * row["pp"] * row["dp"] <= most
     ways = [(way, axis) for way in ("hidden", "folded") for axis in TOKENS] * room
-    ways += [("hidden", "etp")] * (row["dp"] == 4)
+    if row["dp"] == 4:
+        ways += [("hidden", "etp"), *[("hidden", f"{axis}+etp") for axis in TOKENS] * 3 * room]
+    ways += [("hidden", "tp+cp")] * 3 * (4 * row["pp"] * row["dp"] <= most)
     if row["optimizer"] in covers.OF_WHOLE:  # they take whole matrices
         ways = [("folded", ""), *[("folded", "cp")] * room]
     if quick:
-        ways = [way for way in ways if way in (WAYS.get(row["model"]), ("hidden", "etp"))]
+        ways = [way for way in ways if way in (*WAYS.get(row["model"], ()), ("hidden", "etp"))]
     if not ways:
         return {}
-    way, axis = rng.choice(ways)
+    way, axes = rng.choice(ways)
     exact = {} if row["precision"] == "float64" else {"optimizer": "sgd"}
-    return {"ep": 2, way: axis, **TOKENS.get(axis, {}), **exact}
+    tokens = [TOKENS[axis] for axis in axes.split("+") if axis in TOKENS]
+    return {"ep": 2, way: axes, **dict(item for of in tokens for item in of.items()), **exact}
 
 
 def drawn(seed: int, quick: bool = False) -> tuple[Composition, str]:
@@ -110,7 +113,7 @@ def drawn(seed: int, quick: bool = False) -> tuple[Composition, str]:
     row, rng = wide_row(seed, quick), Random(seed)
     made = covers.composition(row, seed)
     if made.precision == "float8":
-        made = replace(made, precision=rng.choice(list(FLOAT8)[: 1 if quick else None]))
+        made = replace(made, precision=list(FLOAT8)[seed % len(FLOAT8)])
     if quick or rng.random() < 0.75:
         made = replace(made, **shared_experts(row, rng, quick))
     more: dict[str, Any] = dict(
@@ -139,6 +142,8 @@ def drawn(seed: int, quick: bool = False) -> tuple[Composition, str]:
     if _orders_messages(made) and rng.random() < 0.8:
         more["messages"] = rng.choice(("reduce", *["gather"] * 2 * made.zero))
         more["bucket_mb"] = 1e-4
+    if _orders_sends(made) and rng.random() < 0.5:
+        more["messages"] = "send"
     return with_axes(replace(made, **more), rng), row["launcher"]
 
 
@@ -169,10 +174,22 @@ def _orders_messages(c: Composition) -> bool:
     return c.model in layers and c.pp == 1 < c.dp and c.zero < 2 and c.rep == 1
 
 
+SENDING = ("gpipe", "1f1b", "default", "looped_bfs", "zb_h1", "zb_h2", "zbv", "dualpipe_v")
+"""The schedules whose devices run two forwards of a stage before what needs the first one elsewhere."""
+
+
+def _orders_sends(c: Composition) -> bool:
+    """Return whether values of a stage may leave in another order than they are made in."""
+    if c.schedule not in SENDING or not c.pp > 1 < c.microbatches:
+        return False
+    recipe = (c.placement, c.backward, c.overlap) == ("recipe", "whole", False)
+    return recipe and covers.has_stages(c.model, c.schedule, c.pp)
+
+
 def with_axes(c: Composition, rng: Random) -> Composition:
     """Return a composition with, in some cases, axes of its mesh in an order of their own."""
     axes = [axis for axis in ("pp", "dp", "tp", "cp", "ep") if getattr(c, axis) > 1]
-    if c.ep > 1 and c.dp // c.ep // (2 if c.hidden == "etp" else 1) == 1:
+    if c.ep > 1 and c.dp // c.ep // etp_of(c) == 1:
         axes.remove("dp")
     rng.shuffle(axes)
     return replace(c, axes=tuple(axes)) if len(axes) > 1 and rng.random() < 0.3 else c

@@ -47,8 +47,8 @@ def planned(plan: Plan, role: RolePlan) -> Iterator[Planned]:
             yield Planned(index, before, live, fullest[index] - states)
 
 
-def lies(plan: Plan, records: Mapping[int, MemoryRecord], copies: int = 0) -> list[str]:
-    """Return the faults of a plan's memory, in words; a rank's kernels may take `copies` bytes beside their workspace."""
+def lies(plan: Plan, records: Mapping[int, MemoryRecord]) -> list[str]:
+    """Return the faults of a plan's memory, in words."""
     out = []
     for rank, record in records.items():
         role = plan.role_of(rank)
@@ -68,7 +68,7 @@ def lies(plan: Plan, records: Mapping[int, MemoryRecord], copies: int = 0) -> li
             )
             if after != p.after:
                 out.append(f"{name}: {after} bytes of values are left, planned {p.after}")
-            if abs(fullest - p.fullest) > WORKSPACE * (p.fullest - p.before) + copies:
+            if abs(fullest - p.fullest) > WORKSPACE * (p.fullest - p.before):
                 out.append(f"{name}: holds {fullest} bytes at most, planned {p.fullest}")
         if (
             abs(record.peak - role.peak_bytes) > PEAK * role.peak_bytes

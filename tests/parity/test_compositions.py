@@ -24,7 +24,7 @@ LONG = 1000
 BESIDE: dict[str, set[Any]] = dict(
     tiles={2}, waits={"all", "saved", "inputs"}, scaled={True}, hosted={"optim", "states"}, over_cp={True},
     hidden={"tp", "cp", "etp"}, folded={"tp", "cp"}, beside={True}, sized={True}, apart={True}, group={2},
-    messages={"gather", "reduce"},
+    messages={"gather", "reduce", "send"},
 )  # fmt: skip
 """Values of fields that random compositions have beside their factors."""
 
@@ -126,7 +126,9 @@ def test_a_fault_in_a_narrow_precision_is_seen(what: dict[str, Any]) -> None:
     precision = next(iter(compositions.FLOAT8)) if what else "float16"
     given: dict[str, Any] = dict(model="gpt", microbatches=2, precision=precision) | what
     c = Composition(**given)
-    judge(c)
+    peak = judge(c).memory[0].peak
+    planned = compositions.compiled(c).plan.role_of(0).peak_bytes
+    assert what or peak == planned, "the float32 weights of a norm on a CPU, to the byte"
     with faults.inject("lose_last_gradient"), pytest.raises(AssertionError, match="one device"):
         judge(c)
 
@@ -136,6 +138,7 @@ def _have_the_fields_beside_the_factors(drawn: list[Composition]) -> None:
         assert wanted <= {getattr(c, name) for c in drawn}, name
     assert any(len(set(c.at)) < len(c.at) for c in drawn), "empty stages"
     assert any(c.axes for c in drawn), "orders of axes"
+    assert any("+" in c.hidden for c in drawn), "experts cut along two axes"
     assert any(c.dp > 1 and not c.zero and not c.overlap_states for c in drawn), "overlap=False"
 
 

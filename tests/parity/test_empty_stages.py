@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import piper
+from piper.views.explained.explain import explain
 from piper_capture.store import codestore
 from piper_compiler import Strategy, compile_program, partition, recipes
 from piper_ir.ground.errors import DirectiveError
@@ -59,6 +60,7 @@ def test_embedding_and_loss_alone(at: tuple[int, ...], empty: list[str]) -> None
     assert [id for id in chunks if id.startswith("empty")] == empty
     names = [{s.name for s in simulation_spans(compiled, r)} for r in range(len(at) + 1)]
     assert "root.W@0" in names[0] and not any("layer" in name for name in names[0] | names[-1])
+    assert "layers: 8" in explain(compiled), "which has no layouts of empty stages"
     for id in empty:
         assert any(name.startswith(f"{id}.F") for name in names[int(id[5:])])
     run = compositions.run(c, compiled, memory=True)

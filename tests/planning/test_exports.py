@@ -15,7 +15,8 @@ from piper import ANY, recipes, where
 from piper.cli.loading import load_file
 from piper.models import DecoderConfig, job, parameter_count
 from piper.models.presets import PRESETS
-from piper.planning.description import description
+from piper.planning.description import description, left_out
+from piper_compiler import describe
 from piper_interop import DeviceLayout, JobDescription, export_job, python
 from piper_interop.accelerate.units import whole
 from piper_interop.neutral.described import USUAL_SIZES
@@ -167,3 +168,19 @@ def test_a_schedule_of_ones_own_has_no_words():
     parts = (*recipes.pipeline(pp=2, microbatches=2), *recipes.stage_orders(orders))
     with pytest.raises(JobError, match="the order of 2 stages"):
         described(piper.Mesh(pp=2), *parts)
+
+
+def test_what_no_system_has_is_left_out_with_a_word():
+    tokens = piper.shard(where(), over="cp", index="tokens", order="blocks")
+    layers = [where(op="reduce", layer=k) for k in (1, 0)]
+    sums, kept = piper.shard(where(), cut=True), piper.shard(where(), stream="tokens", keep=True)
+    for item, told in (
+        (sums, "cut is left out"), (kept, "keep is left out"), (tokens, "order of tokens is left out"),
+        (piper.order(*layers), "order of messages is left out"),
+        (piper.recompute(where(), apart=True), "apart is left out"),
+    ):  # fmt: skip
+        (note,) = left_out(piper.Strategy(piper.Mesh(dp=2), (item, *recipes.data_parallel())))
+        assert told in note and note.startswith(describe(item)), note
+    assert not left_out(piper.Strategy(piper.Mesh(tp=2), recipes.tensor_parallel(sequence=True)))
+    with pytest.raises(JobError, match="no words for modules of an `offload`"):
+        described(piper.Mesh(), piper.offload(where(layer=ANY), modules=("*.feed_forward",)))

@@ -16,6 +16,7 @@ from piper.views.explained.explain import explain
 from piper.views.strategy_facts import facts_of
 from piper_autotune.scoring.evaluators import Here
 from piper_autotune.scoring.scoring import Scored
+from piper_autotune.space.in_flight_bound import ChunkRun
 from piper_autotune.space.problem import Programs
 from piper_autotune.space.sketch import Sketches
 from piper_compiler import Strategy
@@ -28,6 +29,7 @@ from piper_ir.program.ops import Compute
 from piper_ir.tools import size_text
 from piper_simulator import load_cluster, simulate
 from piper_simulator.metrics import executed_flops
+from tests.helpers import shared_jobs
 from tests.helpers.cases import each_case
 from tests.parity.test_recompute import PIPELINES, dropout_job
 
@@ -274,6 +276,36 @@ def test_bounds_of_the_tuner_know_policies_and_are_never_above_a_plan(
     )
     some = Strategy(Mesh(pp=2), (*PIPELINES[schedule](), piper.recompute(where(mb=0))))
     assert sketches.sketch(some) is None, "microbatches differ"
+
+
+def test_a_bound_of_the_tuner_leaves_out_outputs_that_are_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """R makes the outputs of a group's chunks again, which backward reads. Control: a bound that has F's, too."""
+    job = shared_jobs.job("gpt", rows=32)
+    problem, more = problem_of(job, Conditions(load_cluster("h100x8")))
+    gpipe = piper.recipes.gpipe(pp=2, microbatches=16)
+    again = piper.shard(where(), cut=True), *gpipe, piper.recompute(where(), group=2)
+    strategy = Strategy(Mesh(pp=2, tp=2), again)
+    held = max(role.peak_bytes for role in piper.compile(job, strategy).plan.roles)
+
+    def bound() -> int:
+        sketches = Sketches(problem, Programs(problem, more["at_rows"], more["under"]))
+        sketch = sketches.sketch(strategy)
+        assert sketch is not None
+        return max(nbytes for nbytes, _ in sketches.filled_bytes(sketch, 2).values())
+
+    assert 0.8 * held < bound() <= held
+    kept = ChunkRun.kept.fget
+
+    def with_outputs(run: ChunkRun) -> dict[str, str]:
+        assert kept is not None
+        read = {port for step in run.steps for port in run.chunk.steps[step].reads}
+        writes = [p for p in run.chunk.steps["F"].writes if p.startswith("out") and p in read]
+        return {**kept(run), **{f"{run.chunk.id}:{port}": port for port in writes}}
+
+    monkeypatch.setattr(ChunkRun, "kept", property(with_outputs))
+    assert bound() > held
 
 
 def test_a_strategy_says_what_is_shared_and_made_again() -> None:

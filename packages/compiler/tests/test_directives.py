@@ -304,6 +304,15 @@ class TestReplicate:
         refused(6, replicate(where(), reduce="compute"), says="the stream 'compute' is for compute")
         refused(6, replicate(where(), gather=5), says="the name of a stream")  # type: ignore[arg-type]  # refused
 
+    def test_8_rooms_and_a_prefetch_are_numbers_from_0(self) -> None:
+        for name in ("resident_mb", "reduced_mb"):
+            for size in (-1, float("inf"), "layer"):
+                says = f'{name}={size!r}; a number of MiB from 0 or "step" is accepted'
+                refused(8, replicate(where(), zero=3, **{name: size}), says=says)  # type: ignore[arg-type]  # refused
+        for count in (-1, 1.5, True):
+            says = f"prefetch={count!r}; an integer from 0 is accepted"
+            refused(8, replicate(where(), zero=3, prefetch=count), says=says)  # type: ignore[arg-type]  # refused
+
     def test_10_sizes_of_whole_parameters(self) -> None:
         for size in (-1, float("inf"), "step"):
             refused(10, replicate(where(), whole_mb=size), says=f"whole_mb={size!r}; a number of")

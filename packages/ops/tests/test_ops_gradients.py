@@ -179,6 +179,7 @@ def test_kernels_called_directly_give_what_the_ops_give(dtype: torch.dtype) -> N
     )
     args = {op: a for op, a in call_args(dtype, grad=False).values()}
     args[piper_ops.layer_norm_dgrad] = (x, x, [8], stat, stat, w)
+    args[piper_ops.layer_norm_wgrad] = (x, x, [8], stat, stat, dtype, [True, False])
     args[piper_ops.layer_norm_backward] = (x, x, [8], stat, stat, w, [True, True])
     q, k, v, *options = args[piper_ops.attention]
     out, lse = piper_ops.attention(q, k, v, *options)

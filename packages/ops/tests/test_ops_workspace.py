@@ -17,6 +17,9 @@ from piper_ops import (
     cross_entropy,
     cross_entropy_dgrad,
     layer_norm,
+    layer_norm_backward,
+    layer_norm_dgrad,
+    layer_norm_wgrad,
     rms_norm,
 )
 from piper_ops.attention import sdpa
@@ -271,3 +274,33 @@ def test_norms_copy_what_is_not_dense(norm: torch._ops.OpOverload) -> None:
     )
     assert asked(norm, (dense, *options), norm(dense, *options)) == 0
     assert asked(norm, (apart, *options), norm(apart, *options)) == apart.nbytes
+
+
+NORM_MASKS = ([True, True], [True, False], [False, True])
+
+
+@each_case("dense", [True, False])
+@each_case("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_layer_norms_hold_on_a_cpu_what_is_counted(dtype: torch.dtype, dense: bool) -> None:
+    """In half precision, the CPU's kernels take weights in float32; CUDA's, of which a plan knows too, do not."""
+    x = torch.randn(3, 5, 6) if dense else torch.randn(3, 6, 5).transpose(1, 2)
+    x, shape, half = x.to(dtype), [6], dtype.itemsize == 2
+    weight, bias = torch.randn(2, 6).to(dtype)
+    _, mean, rstd = OP_KERNELS[layer_norm](x, shape, weight, bias, 1e-5)
+    stats = x, x, shape, mean, rstd
+    calls: list[tuple[torch._ops.OpOverload, tuple[object, ...]]] = [
+        (layer_norm, (x, shape, weight, bias, 1e-5)),
+        (layer_norm, (x, shape, None, None, 1e-5)),
+        (layer_norm_dgrad, (*stats, weight)),
+        *[(layer_norm_wgrad, (*stats, dtype, mask)) for mask in NORM_MASKS],
+        *[(layer_norm_backward, (*stats, weight, mask)) for mask in NORM_MASKS],
+    ]
+    for op, args in calls:
+        own = cpu_workspace(op, args, op(*args))
+        assert own == peak_bytes_inside(OP_KERNELS[op], *args), op
+        assert own >= (4 * 6 if half else 0)
+        assert is_written_on_cpu(op, args, op(*args)) is half
+        on_cuda = cuda_workspace(op, args, op(*args))
+        assert (
+            on_cuda is None if dense or not half else bytes_of(on_cuda) in (x.nbytes, 2 * x.nbytes)
+        )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from piper.models.jobs import muon
 from piper.planning.foreign import model_sizes
-from piper_compiler import Strategy, offload, partition, recipes, recompute
+from piper_compiler import Strategy, describe, offload, partition, recipes, recompute
 from piper_compiler.directives import (
     order,
     overlap,
@@ -86,6 +86,25 @@ def description(job: Job, strategy: Strategy, name: str) -> JobDescription:
     )
 
 
+def left_out(strategy: Strategy) -> tuple[str, ...]:
+    """Return notes on parts of a strategy that change its time or memory, and that no description has words for."""
+    notes = []
+    for item in strategy.directives:
+        if isinstance(item, shard) and item.cut:
+            notes.append(f"{describe(item)}: cut is left out, sums stay inside of the steps")
+        if isinstance(item, shard) and item.keep:
+            notes.append(f"{describe(item)}: keep is left out, the backward gathers again")
+        if isinstance(item, shard) and item.order:
+            notes.append(
+                f"{describe(item)}: the order of tokens is left out, systems have one of their own"
+            )
+        if isinstance(item, order) and any("op" in dict(one.terms) for one in item.selections):
+            notes.append(f"{describe(item)}: the order of messages is left out")
+        if isinstance(item, recompute) and item.apart:
+            notes.append(f"{describe(item)}: apart is left out, R begins the backward")
+    return tuple(notes)
+
+
 def _scale(scaling: LossScale | None) -> tuple[tuple[str, float], ...]:
     """Return how a loss is scaled as descriptions say it."""
     from piper_runtime import LossScale
@@ -120,7 +139,7 @@ def _shares(strategy: Strategy, layout: DeviceLayout) -> DeviceLayout:
             sequence = item.stream == "tokens"
             layout = replace(layout, tp=size, sequence=sequence, pieces=item.pieces)
         else:
-            raise JobError(f"{item}: no other system has such a directive")
+            raise JobError(f"{describe(item)}: no other system has such a directive")
     return layout
 
 
@@ -141,7 +160,7 @@ def _replicas(strategy: Strategy, layout: DeviceLayout) -> DeviceLayout:
     axes = levels[0] if zero else set(item.over) - {"rep"}
     if any(level != axes for level in levels[:zero]) or axes - {"dp", "ep", "etp", "cp"}:
         raise JobError(
-            f"{item}: states along different axes; other systems share all states along the same"
+            f"{describe(item)}: states along different axes; other systems share all states along the same"
         )
     return replace(
         layout,
@@ -168,7 +187,8 @@ def _pipeline(directives: Sequence[Any], strategy: Strategy, layout: DeviceLayou
         layout = replace(layout, at=parts[0].at, units=parts[0].units)
     elif parts and (parts[0].at != "even" or parts[0].units != "layers"):
         raise JobError(
-            f"{parts[0]}: other systems need the first layer of each stage; give at=(...), as `piper explain` prints it"
+            f"{describe(parts[0])}: other systems need the first layer of each stage; give at=(...), as `piper explain` "
+            "prints it"
         )
     if stages == pp == 1:
         return layout
@@ -241,6 +261,10 @@ def _offload(items: Sequence[Any]) -> OffloadedTensors | None:
     """Return the tensors that wait on the host; raise JobError for several directives about them."""
     if len(items) > 1:
         raise JobError("several `offload`, each for a part of the model: no other system has that")
+    if any(d.modules for d in items):
+        raise JobError(
+            f"{describe(items[0])}: exports have no words for modules of an `offload`; leave them out"
+        )
     return next((OffloadedTensors(d.tensors, _first_layers(d), d.prefetch) for d in items), None)
 
 
@@ -254,6 +278,6 @@ def _first_layers(item: Any) -> int | None:
             if layers == tuple(range(len(layers))):
                 return len(layers)
     raise JobError(
-        f"{item}: other systems have words for all layers, or the first ones; give where(layer=ANY) or "
+        f"{describe(item)}: other systems have words for all layers, or the first ones; give where(layer=ANY) or "
         f"where(layer=range(n))"
     )

@@ -25,6 +25,7 @@ from piper_capture.steps.kernels import flops_of
 from piper_capture.store.assemble import TRACE_ROWS
 from piper_capture.store.codestore import CodeStore, TraceSpec
 from piper_capture.store.sharding import params_of
+from piper_ir.ground.select import EMPTY
 from piper_ir.program.layout import Sharding
 from piper_ir.program.program import Chunk, Program
 
@@ -92,11 +93,13 @@ class ChunkFacts:
 
 
 def layout_facts(code: CodeStore, program: Program) -> tuple[ChunkFacts, ...]:
-    """Return the facts of each chunk with code of its own, opaque ones left out."""
+    """Return the facts of each chunk with code of its own, without opaque ones and empty stages."""
     having: dict[str, list[Chunk]] = {}
     for chunk in program.chunks:
-        having.setdefault(chunk.code, []).append(chunk)
-    return tuple(_facts(code, having[id], params) for id, params in params_of(program).items())
+        if EMPTY not in chunk.coords:
+            having.setdefault(chunk.code, []).append(chunk)
+    named = params_of(program).items()
+    return tuple(_facts(code, having[id], params) for id, params in named if id in having)
 
 
 def _facts(

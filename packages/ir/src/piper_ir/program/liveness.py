@@ -44,8 +44,8 @@ class Liveness:
             is not affine).
         inside: the same segments, with the ops whose kernels hold memory of their own on a CUDA device; empty if no
             kernel does.
-        on_cpu: the same segments, with the ops that a CPU computes written out and a CUDA device by a kernel; empty if
-            there are none.
+        on_cpu: the same segments, with the ops that a CPU computes written out, or with float32 copies, and a CUDA
+            device by a kernel alone; empty if there are none.
     """
 
     consumed: tuple[int, ...] = ()

@@ -13,6 +13,8 @@ from piper_ops.costing.costs import call_of
 from piper_ops.costing.registry import Call
 from piper_ops.float8.products import float8_mm
 from piper_ops.float8.quantise import float8_cast, float8_scale
+from piper_ops.ground.library import HALF
+from piper_ops.pointwise.norms import LAYER_NORMS
 
 CAPABILITIES = ((8, 0), (9, 0))
 """The compute capabilities whose lowerings are compared; later devices choose as one of these does."""
@@ -26,10 +28,12 @@ def is_written_on_cpu(
 ) -> bool:
     """Return whether a CPU computes an op written out, where every CUDA device has a kernel for it.
 
-    That is attention with a mask, and everything in float8.
+    That is attention with a mask, everything in float8, and layer norms in half precision, which take float32 weights.
     """
     if op in (float8_scale, float8_cast, float8_mm):
         return True
+    if op in LAYER_NORMS:
+        return call_of(op, args_meta, out_meta, kwargs_meta or {}).tensor("x").dtype in HALF
     if op not in (sdpa.attention, sdpa.attention_dgrad):
         return False
     call = call_of(op, args_meta, out_meta, kwargs_meta or {})

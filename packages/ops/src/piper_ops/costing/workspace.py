@@ -37,7 +37,7 @@ from piper_ops.costing.registry import Call
 from piper_ops.experts import experts, rounds
 from piper_ops.float8.products import float8_mm
 from piper_ops.float8.quantise import SLICE, float8_cast, float8_scale
-from piper_ops.ground.library import OP_KERNELS, accumulate_dtype
+from piper_ops.ground.library import HALF, OP_KERNELS, accumulate_dtype
 from piper_ops.pointwise import losses, norms, vocabulary
 
 
@@ -78,7 +78,8 @@ def cpu_workspace(
     """Return the workspace of an op's kernel on a CPU in bytes, 0 for an op that is not counted.
 
     Counted are a mask of attention in the form of torch's kernel, copies of tensors whose strides differ from the ones
-    that kernels take or return, the buffers that sort and sum the rows of experts, and tensors of float8 in float32.
+    that kernels take or return, the buffers that sort and sum the rows of experts, and tensors of float8 and weights of
+    layer norms in float32.
     """
     if not isinstance(op, torch._ops.OpOverload) or op not in _ON_CPU:
         return 0
@@ -163,6 +164,11 @@ def _run(call: Call, forward: ForwardKernel, backward: BackwardKernel) -> int:
 
 def _rms_norm(call: Call) -> Workspace | None:
     return Workspace(copied) if (copied := _copied(call)) else None
+
+
+def _layer_norm(call: Call) -> Workspace | None:
+    """Count copies in half precision alone; in others a CPU makes the same ones, which both count."""
+    return _rms_norm(call) if call.tensor("x").dtype in HALF else None
 
 
 def _copied(call: Call) -> int:
@@ -442,6 +448,7 @@ _RULES: dict[torch._ops.OpOverload, Callable[[Call], Workspace | None]] = {
     float8_cast: _float8_cast,
     float8_mm: _float8_mm,
     **{op: _rms_norm for op in (norms.rms_norm, norms.rms_norm_dgrad, norms.rms_norm_wgrad)},
+    **{op: _layer_norm for op in norms.LAYER_NORMS},
     **{op: _routing(op) for op in ROUTING},
     **{op: _further(op) for op in rounds.ROUNDS},
 }
@@ -449,15 +456,9 @@ _ON_CPU: dict[torch._ops.OpOverload, Callable[[Call], int]] = {
     sdpa.attention: _attention_on_cpu,
     sdpa.attention_dgrad: _attention_on_cpu,
     **{
-        op: _copied
-        for op in (
-            norms.layer_norm,
-            norms.layer_norm_dgrad,
-            norms.layer_norm_wgrad,
-            norms.layer_norm_backward,
-        )
+        op: partial(_bytes_inside, OP_KERNELS[op])
+        for op in (*norms.LAYER_NORMS, float8_scale, float8_cast, float8_mm)
     },
-    **{op: partial(_bytes_inside, OP_KERNELS[op]) for op in (float8_scale, float8_cast, float8_mm)},
     **{op: _routing_on_cpu(op) for op in ROUTING},
     **{op: partial(_room, op) for op in rounds.ROUNDS},
 }

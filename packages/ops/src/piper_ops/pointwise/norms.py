@@ -86,7 +86,7 @@ def _kernel_weight(x: Tensor, shape: Sequence[int], weight: Tensor | None) -> Te
     """
     if x.is_cuda or x.dtype not in HALF:
         return weight
-    return torch.ones(tuple(shape), dtype=torch.float32) if weight is None else weight.float()
+    return x.new_ones(tuple(shape), dtype=torch.float32) if weight is None else weight.float()
 
 
 def _dgrad_fake(grad_out: Tensor, x: Tensor, *_: object) -> Tensor:
@@ -231,6 +231,7 @@ layer_norm_wgrad = define(
     "output_mask) -> (Tensor, Tensor)",
     _layer_norm_wgrad_fake,
     _layer_norm_wgrad_kernel,
+    direct=True,
 )
 """An op that returns (grad_weight, grad_bias) in `dtype`; one that output_mask leaves out has 0 elements."""
 layer_norm_backward = define(
@@ -257,6 +258,7 @@ layer_norm = define(
     setup_context=_layer_norm_setup,
 )
 """An op that returns (out, mean, rstd) over the trailing normalized_shape of x; weight and bias have that shape."""
+LAYER_NORMS = (layer_norm, layer_norm_dgrad, layer_norm_wgrad, layer_norm_backward)
 
 
 # --- rms_norm
