@@ -216,6 +216,13 @@ def test_a_group_makes_outputs_again_that_are_products() -> None:
     assert handing and all(products(c) == 1 for c in handing)
 
 
+def test_a_product_that_is_kept_is_not_spoilt_where_it_is_sent() -> None:
+    """With one row the operand of a reduce-scatter is a view of the product, and the collective leaves it undefined."""
+    one_row = (*recipes.tensor_parallel(sequence=True), *recipes.gpipe(pp=1, microbatches=4))
+    group = piper.recompute(where(layer=ANY), keep="products/2", group=2)
+    judged(compiled("plain", "tp", *one_row, group), plain("plain", "tp", *one_row))
+
+
 def refused(kind: type[Exception], **how: Any) -> str:
     with pytest.raises(kind) as error:
         compiled("plain", "", *GPIPE, piper.recompute(where(layer=ANY), **how))

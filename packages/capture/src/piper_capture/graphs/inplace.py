@@ -1,6 +1,6 @@
 """Write results into tensors that are not used afterwards, instead of into new storages.
 
-There are two rewrites of a step's graph. They also reduce the memory of a plan: an in-place op makes no storage.
+These rewrites of a step's graph also reduce the memory of a plan: an in-place op makes no storage.
 
     add(a, b)                       -> add_(a, b), or add_(b, a)       element-wise, over an argument that dies there
     all_reduce(a)                   -> all_reduce_(a)                  likewise, over all devices of an axis
@@ -25,7 +25,7 @@ from torch import fx
 from piper_capture.graphs.stepgraph import StepGraph
 from piper_capture.torch_api._torch_joint import OpOverload
 from piper_capture.values import aliasing
-from piper_ops import all_reduce, all_reduce_, context_add, context_add_
+from piper_ops import all_reduce, all_reduce_, context_add, context_add_, reduce_scatter
 
 aten = torch.ops.aten
 
@@ -99,6 +99,28 @@ def reuse_dying_arguments(step: StepGraph) -> None:
                 # From here on the result uses the argument's storage.
                 last[base] = last[node]
                 break
+
+
+def copy_spoiled_operands(step: StepGraph) -> None:
+    """Let a collective that leaves its operand undefined take a copy, if anything else may read that memory later.
+
+    An operand with other strides is copied where it is sent.
+    """
+    rank = {n: i for i, n in enumerate(step.graph.nodes)}
+    last: dict[fx.Node, int] = {}
+    for node in step.graph.nodes:
+        for argument in node.all_input_nodes:
+            last[aliasing.root(argument)] = rank[node]
+    for node in step.graph.find_nodes(op="call_function", target=reduce_scatter):
+        operand = node.args[0]
+        base = aliasing.root(operand)
+        owned = base.op == "call_function" and last[base] == rank[node]
+        if owned or not aliasing.tensor(operand).is_contiguous():
+            continue
+        with step.graph.inserting_before(node):
+            copy = step.graph.call_function(aten.clone.default, (operand,))
+        copy.meta = dict(operand.meta)
+        node.args = (copy, *node.args[1:])
 
 
 def _write_into(node: fx.Node, index: int, found: InPlace) -> None:

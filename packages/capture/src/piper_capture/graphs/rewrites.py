@@ -17,6 +17,7 @@ from piper_capture.graphs.expert_rounds_inplace import add_further_rounds_in_pla
 from piper_capture.graphs.inplace import (
     add_products_in_place,
     add_scaled_in_place,
+    copy_spoiled_operands,
     reuse_dying_arguments,
 )
 from piper_capture.graphs.padded_sums import join_padded_parts
@@ -46,6 +47,7 @@ STEP: tuple[Callable[[StepGraph], None], ...] = (
     add_products_in_place,        # add_(total, mm(a, b))                  -> addmm_(total, a, b)
     add_scaled_in_place,          # add_(total, mul(x, scalar))            -> addcmul_(total, x, scalar)
     reuse_dying_arguments,        # add(a, b)                              -> add_(a, b)
+    copy_spoiled_operands,        # reduce_scatter(x), where x is read later -> reduce_scatter(clone(x))
 )
 # fmt: on
 
