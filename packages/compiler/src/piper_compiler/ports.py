@@ -77,12 +77,12 @@ def value_reads(chunk: Chunk, step: Step, apart: bool = False) -> tuple[str, ...
     """
     sigs = signatures(chunk, step, apart)
     written = {p for s in sigs for p in s.writes}
-    ports = (
+    ports = [
         p
         for s in sigs
         for p in s.reads
-        if p not in written and not p.startswith(_OWN) and not is_state(chunk, p)
-    )
+        if not p.startswith(_OWN) and p not in written and not is_state(chunk, p)
+    ]
     return tuple(dict.fromkeys(ports))
 
 

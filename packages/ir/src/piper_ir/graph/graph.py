@@ -147,9 +147,8 @@ class Graph(NamedNodes, Selecting):
 
     def compute(self, chunk: str, step: str) -> tuple[Node, ...]:
         """Return the nodes that compute a step of a chunk, by their first microbatch."""
-        return tuple(
-            sorted(self.families.get(compute_id(chunk, step), ()), key=lambda node: node.each[0])
-        )
+        family = self.families.get(compute_id(chunk, step), ())
+        return family if len(family) < 2 else tuple(sorted(family, key=lambda n: n.each[0]))
 
     def writers_of(self, value: str, mbs: Mbs | None) -> Iterator[tuple[Node, Mbs | None]]:
         """Yield the nodes that write a value, each with the microbatches in which it does."""

@@ -92,7 +92,11 @@ class Mesh:
 
     def size(self, axis: str) -> int:
         """Return the number of coordinates along an axis."""
-        return next((n for a, n in self.sizes if a == axis), 1)
+        return self._size_by_axis.get(axis, 1)
+
+    @cached_property
+    def _size_by_axis(self) -> dict[str, int]:
+        return dict(self.sizes)
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -121,7 +125,8 @@ class Mesh:
 
     def degree(self, axes: Iterable[str]) -> int:
         """Return how many ranks differ along some axes only: the product of the axes' sizes."""
-        return prod(self.size(axis) for axis in axes)
+        sizes = self._size_by_axis
+        return prod([sizes.get(axis, 1) for axis in axes])
 
     def index_along(self, axes: Iterable[str], rank: int) -> int:
         """Return the position of a rank, from 0, among the ranks that differ only along some axes, in their order."""

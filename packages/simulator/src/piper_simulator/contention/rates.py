@@ -217,10 +217,13 @@ class SharedPool:
         found = set()
         for flow in flows:
             for link, share in self._shares_of(flow):
-                if link.users or len(link.held) > 1 or share > _FULL:
-                    others = sum([s for h, s in link.held.items() if h is not holder])
+                held = link.held
+                shared = len(held) > (holder in held)
+                if link.users or shared or share > _FULL:
+                    others = sum([s for h, s in held.items() if h is not holder]) if shared else 0.0
                     if link.load + share + others > _FULL:
                         found.add(flow.id)
+                        break
         return found
 
     def _crowded_holders(self, flow: Flow) -> list[LinkHolder]:
@@ -276,10 +279,12 @@ class SharedPool:
             if rates is None:
                 rates = self._known[key] = fair_rates([crowd[i].flow for i in key])
             for i, rate in zip(key, rates, strict=True):
-                if rate != crowd[i].rate:
-                    self._change(crowd[i], rate, now)
-                    touched.update(dict.fromkeys(crowd[i].flow.takes))
-                messages.pop(i, None)
+                message = crowd[i]
+                if rate != message.rate:
+                    self._change(message, rate, now)
+                    for role in message.flow.takes:
+                        touched[role] = None
+            messages = {i: m for i, m in messages.items() if i not in crowd}
         return touched
 
     def _left_over(self, role: int) -> float:

@@ -44,8 +44,10 @@ class EventClock:
     def after(self, seconds: float, call: Callable[[], None]) -> None:
         """Call a function some seconds from now."""
         self._made = order = self._made + 1
+        self._pushed = pushed = self._pushed + 1
         moment, made, before, _, _ = self.key
-        self.push((self.now + seconds, moment, made, before, order), call)
+        key = self.now + seconds, moment, made, before, order
+        heappush(self._events, (key, pushed, call))
 
     def push(self, key: EventKey, call: Callable[[], None]) -> None:
         """Call a function at the moment and in the place of a key."""

@@ -206,22 +206,23 @@ class _Stream:
         engine, part, clock = self.engine, self.part, self.clock
         counters = engine.counters
         while self.at < len(part.nodes) or self._next_step():
-            at, ready = self.at, 0.0
-            node = part.nodes[at]
+            at, step, ready = self.at, self.step, 0.0
+            node, times = part.nodes[at], self.times
             if engine.issued:
-                ready = engine.issued[part.role][node - part.first + self.step * part.size]
+                ready = engine.issued[part.role][node - part.first + step * part.size]
                 if ready > clock.now:
                     self._wait_until(ready)
                     return
             for stream, k, per_step in part.needs[at]:
-                if target := k + self.step * per_step:
-                    counter = counters[stream]
-                    if len(counter.at) < target:
-                        counter.wake(target, self.go)
-                        return
+                target = k + step * per_step
+                counter = counters[stream]
+                if len(counter.at) < target:
+                    counter.wake(target, self.go)
+                    return
+                if times is not None and target:
                     ready = max(ready, counter.at[target - 1])
-            if self.times is not None:
-                self.times.ready[node] = ready
+            if times is not None:
+                times.ready[node] = ready
             group, duration = part.groups[at], part.seconds[at]
             if group >= 0 and not engine.come(group, self._met):
                 return

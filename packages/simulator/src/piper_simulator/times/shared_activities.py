@@ -178,12 +178,11 @@ class PieceChain(Activity):
         clock, pool = self.owner.clock, self.owner.pool
         now, flow = clock.now, self.profile.flows[self.at]
         seconds = self.profile.seconds[self.at]
-        if self.profile.shared:
-            pool.hold(self, self.profile.shared)
-        if flow is not None and flow.id in self._misfits():
-            pool.leave(self.role, self)
+        if flow is not None and (flow.id in self.profile.apart or pool.misfits(self, (flow,))):
             self.owner.message(flow, self._arrived)
             return
+        if self.profile.shared:
+            pool.hold(self, self.profile.shared)
         self.rate = rate = pool.enter(self.role, self)
         self.left, self.since = seconds, now
         self.end = self.look = self.fires = now + (seconds / rate if flow is None else seconds)

@@ -6,7 +6,7 @@ The rules R22-buckets and R23-holders of `piper_ir.verify` check them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -60,6 +60,14 @@ class _Kind:
         return ALIGN_BYTES // min(ITEM_BYTES[dtype] for dtype in self.dtypes if dtype)
 
 
+@dataclass(slots=True)
+class _Filling:
+    """Collect the parameters of a bucket that may get more, and their bytes in the dtype of reductions."""
+
+    members: list[Param] = field(default_factory=list)
+    nbytes: int = 0
+
+
 def make_buckets(edit: Editor, training: Training) -> None:
     """Add the buckets of all trained parameters and the channels that reduce them.
 
@@ -69,9 +77,8 @@ def make_buckets(edit: Editor, training: Training) -> None:
     roles_of = holders(edit, edit.graph.program)
     if training.whole:
         _check_whole(edit, training)
-    open_: dict[_Kind, list[Param]] = {}
-    filled: dict[_Kind, int] = {}
-    buckets: list[tuple[_Kind, list[Param]]] = []
+    open_: dict[_Kind, _Filling] = {}
+    buckets: list[tuple[_Kind, _Filling]] = []
     hosted, away = _users_alike(edit, edit.hosted), _users_alike(edit, edit.away)
     for param, policy, stage in _by_completion(edit):
         roles = roles_of[param.name]
@@ -89,16 +96,16 @@ def make_buckets(edit: Editor, training: Training) -> None:
             roles, dtypes, group, limit, _shared(policy), unit, parts, param.summed, on_host,
             moved,
         )  # fmt: skip
-        members = open_.get(key)
+        filling = open_.get(key)
         item = ITEM_BYTES[dtypes[2] or dtypes[0]]
-        if members is None or filled[key] + bind(param.spec.numel, 0) * item > limit:
-            members = open_[key] = []
-            filled[key] = 0
-            buckets.append((key, members))
-        members.append(param)
-        filled[key] += _aligned(param, key) * item
-    for number, (key, members) in enumerate(buckets):
-        _add(edit, f"bucket{number}", key, members, training.newton_schulz.get(key.group, 0))
+        if filling is None or filling.nbytes + bind(param.spec.numel, 0) * item > limit:
+            filling = open_[key] = _Filling()
+            buckets.append((key, filling))
+        filling.members.append(param)
+        filling.nbytes += _aligned(param, key) * item
+    for number, (key, filling) in enumerate(buckets):
+        newton_schulz = training.newton_schulz.get(key.group, 0)
+        _add(edit, f"bucket{number}", key, filling.members, newton_schulz)
 
 
 def _moves(edit: Editor, param: Param, chosen: Replication, policy: Replication) -> bool:

@@ -14,7 +14,7 @@ behind scheduling, each next to the compute that it belongs to:
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -30,6 +30,9 @@ from piper_ir.plan.plan import Bucket, Category
 from piper_ir.program.collectives import FROM_HOST
 from piper_ir.program.ops import Cast, Collective, Compute, Fold, Fresh, Op
 from piper_ir.program.program import Chunk, Signature
+
+MakeNodes = Callable[[Bucket, int, str], list[Node]]
+"""The type of a function that makes a window's nodes from its bucket, and the number and name of its first user."""
 
 
 def residency(
@@ -113,7 +116,7 @@ class _Role:
         self.policy = {b: alone for b in adder.graph.buckets} | policies_of(adder.graph)
         self.starts: list[float] | None = None
         self.ending = _ending(self.ops)
-        self.ids: dict[tuple[str, str, int], str] = {}  # of nodes that are in one microbatch
+        self.nodes: dict[tuple[MakeNodes, str, int], list[Node]] = {}  # by bucket and first user
         self.kinds = {
             b.id: [FROM_HOST] * b.away + ["gather"] * bool(b.shard.params) for b in buckets
         }
@@ -150,44 +153,40 @@ class _Role:
         rooms = [getattr(self.policy[b.id], name) for b in self.buckets if b.id in self.policy]
         return None if None in rooms else max(rooms, default=0)
 
-    def _bucket(self, window: CacheWindow) -> tuple[Bucket, int]:
-        bucket = self.adder.graph.buckets[window.bucket]
-        return bucket, bucket.roles.index(self.role)
+    def _mb(self, users: list[int]) -> int:
+        """Return the microbatch that all of these numbers are in, -1 if they are in several."""
+        mb = self.adder.deps.mb
+        own = mb[users[0]]
+        return own if all([mb[user] == own for user in users]) else -1
 
-    def _named(
-        self, what: str, window: CacheWindow, at: list[int], *, whole: bool = False
-    ) -> tuple[str, int]:
-        """Return the id of a window's node, and the microbatch if all of its uses are in one and not `whole`, else -1.
+    def _made(self, make: MakeNodes, bucket: str, first: int, mb: int) -> list[Node]:
+        """Return the nodes of a window that begins with a number, made once for all windows that lie in a microbatch.
 
-        Windows of one microbatch are told apart by their first user, which the id names; others by its microbatch too.
+        Windows of one microbatch are told apart by their first user, which the ids name; others by its microbatch too.
         """
-        deps, order = self.adder.deps, self.order
-        number = order[at[window.uses[0]]]
-        mb = deps.mb[number]
-        uses = window.uses
-        if whole or (len(uses) > 1 and any([deps.mb[order[at[use]]] != mb for use in uses])):
-            return f"{what}.{window.bucket}#{self.role}.{deps.name(number)}", -1
-        key = what, window.bucket, deps.of[number]
-        id = self.ids.get(key)
-        if id is None:
-            id = self.ids[key] = f"{what}.{window.bucket}#{self.role}.{deps.node(number).id}"
-        return id, mb
+        deps = self.adder.deps
+        if mb < 0:
+            return make(self.adder.graph.buckets[bucket], first, deps.name(first))
+        key = make, bucket, deps.of[first]
+        nodes = self.nodes.get(key)
+        if nodes is None:
+            known = self.adder.graph.buckets[bucket]
+            nodes = self.nodes[key] = make(known, first, deps.node(first).id)
+        return nodes
 
-    def _coords(self, op: str, bucket: str, user: int) -> dict[str, Coord]:
-        return {"phase": self.adder.deps.node(user).coords["phase"], "op": op, "bucket": bucket}
+    def _id(self, what: str, bucket: Bucket, user: str) -> str:
+        return f"{what}.{bucket.id}#{self.role}.{user}"
+
+    def _coords(self, op: str, bucket: Bucket, user: int) -> dict[str, Coord]:
+        phase = self.adder.deps.node(user).coords["phase"]
+        return {"phase": phase, "op": op, "bucket": bucket.id}
 
     def _gather(self, window: CacheWindow, at: list[int]) -> None:
         """Add the copy of parameters from the host, if they are there, and their gather, if ranks share them."""
-        adder, first = self.adder, self.order[at[window.uses[0]]]
-        bucket = adder.graph.buckets[window.bucket]
-        numbers, made = list[int](), tuple[str, ...]()
-        for kind in self.kinds[window.bucket]:
-            id, mb = self._named(kind, window, at)
-            known = adder.new.get(id)
-            make = self._copy_node if kind == FROM_HOST else self._gather_node
-            node = make(id, bucket, first, made) if known is None else known.node
-            numbers.append(adder.add(node, mb))
-            made = node.writes
+        adder, users = self.adder, [self.order[at[use]] for use in window.uses]
+        mb = self._mb(users)
+        nodes = self._made(self._gathering, window.bucket, users[0], mb)
+        numbers = [adder.add(node, mb) for node in nodes]
         policy = self.policy[window.bucket]
         ahead = max(window.earliest, window.uses[0] - policy.prefetch * policy.overlap)
         behind = at[ahead] - 1
@@ -198,117 +197,101 @@ class _Role:
             adder.after.setdefault(before, []).extend(numbers)
             for number in numbers:
                 adder.edges.append((before, number))
-        numbers.append(first)
+        numbers.append(users[0])
         adder.edges += pairwise(numbers)
-        self._hold("gathered", window, at, made[0])
+        self._hold("gathered", window, users, nodes[-1].writes[0])
+
+    def _gathering(self, bucket: Bucket, first: int, user: str) -> list[Node]:
+        """Return the nodes that bring a bucket's parameters, whose first user has this number and name."""
+        nodes: list[Node] = []
+        reads: tuple[str, ...] = ()
+        for kind in self.kinds[bucket.id]:
+            make = self._copy_node if kind == FROM_HOST else self._gather_node
+            nodes.append(make(self._id(kind, bucket, user), bucket, first, reads))
+            reads = nodes[-1].writes
+        return nodes
 
     def _copy_node(self, id: str, bucket: Bucket, first: int, reads: tuple[str, ...]) -> Node:
         """Return the copy of a rank's parameters of a bucket from the memory of the host."""
         numel = bucket.numel // self.adder.graph.mesh.degree(bucket.shard.params)
         value = self.adder.value(f"{id}:copy", numel, bucket, "gathered")
         op = Collective(FROM_HOST, self.adder.host_channel(FROM_HOST, self.role), bucket.id)
-        coords = self._coords(FROM_HOST, bucket.id, first)
+        coords = self._coords(FROM_HOST, bucket, first)
         return Node(id, op, coords, reads, (value,), self.role, FROM_HOST)
 
     def _gather_node(self, id: str, bucket: Bucket, first: int, reads: tuple[str, ...]) -> Node:
         channel = bucket.gather[bucket.roles.index(self.role)]
         value = self.adder.value(f"{id}:whole", bucket.numel, bucket, "gathered")
         op = Collective("all_gather", channel, bucket.id)
-        coords = self._coords("allgather", bucket.id, first)
+        coords = self._coords("allgather", bucket, first)
         stream = self.adder.graph.channels[channel].streams[0]
         return Node(id, op, coords, reads, (value,), self.role, stream)
 
-    def _hold(self, category: Category, window: CacheWindow, at: list[int], value: str) -> None:
-        held, order, entry = self.adder.held, self.order, (category, window.bucket, value)
-        for use in window.uses:
-            held.setdefault(order[at[use]], []).append(entry)
+    def _hold(self, category: Category, window: CacheWindow, users: list[int], value: str) -> None:
+        held, entry = self.adder.held, (category, window.bucket, value)
+        for user in users:
+            held.setdefault(user, []).append(entry)
 
     def _scatter(self, window: CacheWindow, at: list[int], place: int, *, final: bool) -> None:
-        adder, first, last = self.adder, self.order[at[window.uses[0]]], at[window.uses[-1]]
-        id, mb = self._named("fresh", window, at, whole=final)
-        known = adder.new.get(id)
-        fresh = self._fresh_node(id, window, first) if known is None else known.node
-        (buffer,) = fresh.writes
-        adder.before.setdefault(first, []).append(adder.add(fresh, mb))
-        self._hold("reduced", window, at, buffer)
-        before = self.order[last]
-        for kind, make in [("cast", self._cast_node)] * self._bucket(window)[0].casts + [
-            ("scatter", self._scatter_node)
-        ]:
-            id, mb = self._named(kind, window, at, whole=final)
-            known = adder.new.get(id)
-            node = make(id, window, first, buffer) if known is None else known.node
-            scatter = adder.add(node, mb)
-            adder.after.setdefault(self.order[last], []).append(scatter)
+        adder, users = self.adder, [self.order[at[use]] for use in window.uses]
+        mb = -1 if final else self._mb(users)
+        fresh, *sent, fold = self._made(self._scattering, window.bucket, users[0], mb)
+        adder.before.setdefault(users[0], []).append(adder.add(fresh, mb))
+        self._hold("reduced", window, users, fresh.writes[0])
+        scatter = users[-1]
+        for node in sent:
+            before, scatter = scatter, adder.add(node, mb)
+            adder.after.setdefault(users[-1], []).append(scatter)
             adder.edges.append((before, scatter))
-            before, buffer = scatter, node.writes[0]
-        if not self.policy[window.bucket].overlap and last + 1 < len(self.order):
-            adder.edges.append((scatter, self.order[last + 1]))
-            place = last + 1
-        self._fold(window, at, scatter, buffer, place, final=final)
-
-    def _fresh_node(self, id: str, window: CacheWindow, first: int) -> Node:
-        bucket, _ = self._bucket(window)
-        dtype = bucket.accumulate_dtype
-        buffer = self.adder.value(f"{id}:whole", bucket.numel, bucket, "reduced", dtype)
-        return Node(
-            id, Fresh(bucket.id), self._coords("fresh", bucket.id, first), (), (buffer,), self.role
-        )
-
-    def _cast_node(self, id: str, window: CacheWindow, first: int, buffer: str) -> Node:
-        bucket, _ = self._bucket(window)
-        cast = self.adder.value(f"{id}:whole", bucket.numel, bucket, "reduced")
-        coords = self._coords("cast", bucket.id, first)
-        return Node(id, Cast(bucket.id), coords, (buffer,), (cast,), self.role)
-
-    def _scatter_node(self, id: str, window: CacheWindow, first: int, buffer: str) -> Node:
-        bucket, r = self._bucket(window)
-        graph = self.adder.graph
-        part = self.adder.value(
-            f"{id}:part", bucket.numel // graph.mesh.degree(bucket.shard.grads), bucket, "reduced"
-        )
-        stream = graph.channels[bucket.scatter[r]].streams[0]
-        op = Collective("reduce_scatter", bucket.scatter[r])
-        return Node(
-            id,
-            op,
-            self._coords("reducescatter", bucket.id, first),
-            (buffer,),
-            (part,),
-            self.role,
-            stream,
-        )
-
-    def _fold(
-        self,
-        window: CacheWindow,
-        at: list[int],
-        scatter: int,
-        part: str,
-        place: int,
-        *,
-        final: bool,
-    ) -> None:
-        """Add the fold of a window right before a place; a bucket's last one is there already, behind all compute."""
-        adder, bucket = self.adder, window.bucket
+        after = at[window.uses[-1]] + 1
+        if not self.policy[window.bucket].overlap and after < len(self.order):
+            adder.edges.append((scatter, self.order[after]))
+            place = after
+        part = sent[-1].writes[0]
         if final:
-            k = adder.folds[bucket, self.role]
-            adder.replaced[k] = replace(adder.deps.nodes[k], reads=(part,))
-            fold = adder.deps.starts[k]
-            adder.edges.append((scatter, fold))
-            if isinstance(self.ops[place], Compute):
-                adder.moved.add(fold)
-                adder.before.setdefault(self.order[place], []).append(fold)
+            self._final_fold(window.bucket, scatter, part, place)
             return
-        id, mb = self._named("fold", window, at)
-        known = adder.new.get(id)
-        if known is None:
-            coords = self._coords("fold", bucket, self.order[at[window.uses[0]]])
-            fold = adder.add(Node(id, Fold(bucket), coords, (part,), (), self.role), mb)
-        else:
-            fold = adder.add(known.node, mb)
-        adder.before.setdefault(self.order[place], []).append(fold)
+        number = adder.add(fold, mb)
+        adder.before.setdefault(self.order[place], []).append(number)
+        adder.edges.append((scatter, number))
+
+    def _scattering(self, bucket: Bucket, first: int, user: str) -> list[Node]:
+        """Return the buffer of a bucket's gradients, its cast, if any, its sum over ranks, and the fold of the sum.
+
+        The first user has this number and name.
+        """
+        graph, role, r = self.adder.graph, self.role, bucket.roles.index(self.role)
+        value, dtype = self.adder.value, bucket.accumulate_dtype
+        id = self._id("fresh", bucket, user)
+        buffer = value(f"{id}:whole", bucket.numel, bucket, "reduced", dtype)
+        coords = self._coords("fresh", bucket, first)
+        nodes = [Node(id, Fresh(bucket.id), coords, (), (buffer,), role)]
+        for _ in range(bucket.casts):
+            id = self._id("cast", bucket, user)
+            cast = value(f"{id}:whole", bucket.numel, bucket, "reduced")
+            coords = self._coords("cast", bucket, first)
+            nodes.append(Node(id, Cast(bucket.id), coords, (buffer,), (cast,), role))
+            buffer = cast
+        id, channel = self._id("scatter", bucket, user), bucket.scatter[r]
+        numel = bucket.numel // graph.mesh.degree(bucket.shard.grads)
+        part = value(f"{id}:part", numel, bucket, "reduced")
+        op, stream = Collective("reduce_scatter", channel), graph.channels[channel].streams[0]
+        coords = self._coords("reducescatter", bucket, first)
+        nodes.append(Node(id, op, coords, (buffer,), (part,), role, stream))
+        coords = self._coords("fold", bucket, first)
+        id = self._id("fold", bucket, user)
+        return [*nodes, Node(id, Fold(bucket.id), coords, (part,), (), role)]
+
+    def _final_fold(self, bucket: str, scatter: int, part: str, place: int) -> None:
+        """Let the last fold of a bucket, which is there already behind all compute, run right before a place."""
+        adder = self.adder
+        k = adder.folds[bucket, self.role]
+        adder.replaced[k] = replace(adder.deps.nodes[k], reads=(part,))
+        fold = adder.deps.starts[k]
         adder.edges.append((scatter, fold))
+        if isinstance(self.ops[place], Compute):
+            adder.moved.add(fold)
+            adder.before.setdefault(self.order[place], []).append(fold)
 
     def _place(self, last: int, ends: float, starts: Sequence[float]) -> int:
         """Return the first compute after `last` that starts when a scatter should have ended, or else a final fold."""

@@ -168,13 +168,8 @@ class Drafted:
 
     def _used(self, leads: list[int]) -> list[_Template]:
         """Return the template of each instruction. `leads` has the first number of each."""
-        of, mb, comm, spans, held = (
-            self.deps.of,
-            self.deps.mb,
-            self.deps.comm,
-            self.spans,
-            self.held,
-        )
+        of, mb, comm = self.deps.of, self.deps.mb, self.deps.comm
+        spans, held = self.spans, self.held
         templates: list[_Template] = []
         known = self._known.get
         for numbers, lead in zip(self.draft.tasks, leads, strict=True):
@@ -430,12 +425,16 @@ class _RoleTemplates:
 
     def add(self, template: _Template, traces: Mapping[int, _Trace], dying: Dying) -> int:
         """Add a template with the frees of its parts unless it is there, and return its number."""
-        kind = self._kinds.setdefault(id(template), len(self._kinds))
-        key = kind, _frees(template, traces, dying)
-        number = self._numbers.get(key)
+        same = id(template), dying
+        number = self._known.get(same)
         if number is None:
-            number = self._numbers[key] = len(self.templates)
-            self.templates.append(_with_frees(template, *key))
+            kind = self._kinds.setdefault(id(template), len(self._kinds))
+            key = kind, _frees(template, traces, dying)
+            number = self._numbers.setdefault(key, len(self.templates))
+            if number == len(self.templates):
+                self.templates.append(_with_frees(template, *key))
+            if not any([entry.inside for entry in template.made]):  # its traces order nothing
+                self._known[same] = number
         return number
 
     def joining(self, template: _Template, mb: int, dying: Dying) -> int:
