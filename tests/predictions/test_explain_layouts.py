@@ -50,9 +50,8 @@ def logical(text: str) -> Iterator[str]:
 @pytest.mark.long
 def test_the_document_shows_what_is_printed() -> None:
     """The spelling here is that of the library; where it stands in a file is not."""
-    text = (ROOT / "docs" / "language.md").read_text()
-    section = text[text.index("## shard") :]
-    shown = section[section.index("```\n  layer0, layer1") + 4 :].split("```")[0]
+    text = (ROOT / "docs" / "shard.md").read_text()
+    shown = text[text.index("```\n  layer0, layer1") + 4 :].split("```")[0]
     printed = layouts(published(2, "tokens"))
     made = printed[printed.index("  layer0, layer1") : printed.index("  root.1")]
     assert "modeling_llama.py" in shown and "published_llama.py" in made
@@ -66,7 +65,7 @@ def test_the_example_is_what_the_document_shows() -> None:
 
     loaded = load_file(ROOT / "examples" / "hugging_face_llama.py")
     printed = layouts(piper.compile(loaded.job, loaded.strategy))
-    text = (ROOT / "docs" / "language.md").read_text()
+    text = (ROOT / "docs" / "shard.md").read_text()
     made = printed[printed.index("  layer0, layer1") : printed.index("  root.1")]
     assert re.sub(r"py:\d+", "", made.rstrip()) in re.sub(r"py:\d+", "", text)
 
