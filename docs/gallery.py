@@ -73,41 +73,32 @@ def number(x: float) -> str:
 
 def section(name: str) -> str:
     recipe = RECIPES[name]
-    facts = [
-        ("Formula", recipe.formula),
-        ("Peak, in activations of a chunk on device r", recipe.peak),
-    ]
+    facts = [("Formula", recipe.formula), ("Peak", recipe.peak)]
     facts += [("Legal", recipe.rule), ("Source", recipe.source)]
     lines = "\n".join(fill(f"- {k}: {v}", 118, subsequent_indent="  ") for k, v in facts if v)
-    picture = f"![The schedule {name} on {PP} devices with {MICROBATCHES} microbatches](schedules/{name}.png)"
+    picture = f"![{name}](schedules/{name}.png)"
     return f"### {name}\n\n{picture}\n\n{lines}\n"
 
 
 PAGE = """# Pipeline schedules
 
-A pipeline schedule is a recipe: a function that returns directives. `piper recipes` lists them. This draws one, of
-any size and with any times:
+A pipeline schedule is a recipe, such as `piper.recipes.zbv(pp=4, microbatches=8)`. `piper recipes` lists them, and
+this draws one, of any size and with any times:
 
     piper show --recipe zbv --pp 4 --microbatches 8 --times 1,1,1 --png zbv.png
 
-In a strategy it is `piper.recipes.zbv(pp=4, microbatches=8)`. The model needs at least as many layers as the recipe
-has stages.
-
-`make gallery` (docs/gallery.py) writes this page. It compiles and simulates every registered recipe for p = {pp}
-devices and m = {microbatches} microbatches, without communication time. These are simulated times, so no machine
-matters.
+The model needs at least as many layers as the recipe has stages. `make gallery` (docs/gallery.py) writes this page.
 
 ## Side by side
 
-All recipes train the same model. A recipe with v chunks per device cuts it into v times as many stages, each of 1/v
-of the time and memory. Times are in forwards of a whole device's share for one microbatch, with F = I = W = 1. Memory
-is in what a device keeps for one microbatch at one chunk per device.
-
-The *span* bubble is what is idle between a device's first and last instruction. In steady training the end of a step
-and the start of the next one overlap, so the span bubble is what remains.
+Every recipe is simulated for p = {pp} devices and m = {microbatches} microbatches, without communication time. One with
+v chunks per device cuts the model into v times as many stages, each of 1/v of the time and memory. Times are in
+forwards of a whole device's share for one microbatch, with F = I = W = 1; memory is in what a device keeps for one
+microbatch at one chunk per device. The *span* bubble is what is idle between a device's first and last instruction:
+what remains in steady training, where the end of a step and the start of the next one overlap.
 
 DualPipe and DualPipeV are drawn with pairs that take F + B. They pay where a pair is faster than that, because one
-half communicates while the other computes. DualPipe keeps every stage's parameters on two devices.
+half communicates while the other computes.
 
 | recipe | makespan | bubble | of it | span bubble | peak activations (per device) | when to use it |
 |---|---|---|---|---|---|---|
@@ -120,16 +111,15 @@ Numbers are microbatches. A later chunk of a device is paler. A framed cell of t
 
 ## One by one
 
-The formulas use these letters: p devices, m microbatches, v chunks per device, group g. F, I, W, B = I + W and O (an
-overlapped pair) are in seconds of one chunk.
+Letters: p devices, m microbatches, v chunks per device, group g; F, I, W, B = I + W and O (an overlapped pair) in
+seconds of one chunk. A peak is in activations of a chunk, on device r.
 
 {sections}
 ## Schedules of your own
 
 Any order of actions is a schedule: [language.md](language.md#recipes) says how one is written, registered, and read
-from or written to a table of torch.distributed.pipelining, which torch's `_PipelineScheduleRuntime` runs.
-`piper recipes FILE.py` lists those of a file, `piper show FILE.py --recipe NAME` draws one, and `piper show FILE.csv` a
-table, with the durations of `--times`.
+from or written to a table of torch.distributed.pipelining. `piper recipes FILE.py` lists those of a file, `piper show
+FILE.py --recipe NAME` draws one, and `piper show FILE.csv` a table, with the durations of `--times`.
 """
 
 

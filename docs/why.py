@@ -22,50 +22,40 @@ PAGE = """\
 
     piper simulate FILE.py --cluster h100x8 --why
 
-prints four things: what is on the critical path of one step; where ranks stand still, and what they wait for there;
-what would change the step; and what the prediction rests on. `--json` prints the same for programs. In Python this is
-`piper.why(plan, cluster, costs=costs)`.
+prints what is on the critical path of one step, where ranks stand still and what they wait for there, what would
+change the step, and what the prediction rests on (`--json` for programs; in Python `piper.why(plan, cluster,
+costs=costs)`).
 
     piper simulate A.py B.py
     piper simulate A.py best.json
     piper simulate A.py -p schedule=gpipe --versus schedule=1f1b
 
 compare two strategies: of two files, of a file and a saved strategy, or of one file with another value of a
-parameter. In Python this is `piper.compare(piper.why(a, cluster), piper.why(b, cluster))`.
+parameter (`piper.compare(piper.why(a, cluster), piper.why(b, cluster))`). With `--out DIR` the page of the results has
+all of it, and why.json the same for programs; so has the page of a run, of what was predicted for this machine. `piper
+report A B` puts two such folders, or two runs, on one page.
 
 `make gallery` (docs/why.py) writes this page.
-
-With `--out DIR` the page of the results has all of it as a section, and why.json the same for programs. The page of a
-run has it too, of what was predicted for this machine. The command `piper report A B` puts two such folders, or two
-runs, on one page beside each other: what differs, figures, stages, timelines on one axis, memory, losses.
 
 ## The critical path
 
 Every instruction starts when the last of what it waits for is there: its predecessor on its stream, the instructions
 that it names, the other ends of its message, its host. Going back from the last instruction of the step, from cause
 to cause, gives a chain of pieces that lie end to end from 0 to the makespan: the critical path. A second saved
-anywhere else saves nothing. A second more on the path is at least a second more in the step.
-
-Each piece has an owner: compute by phase and stage, a channel, or the host of a role. The latency of a message, which
-occupies no stream, belongs to its channel. Of causes at the same moment, the one on the same device counts, so that
-the path leaves a device only where it must.
+anywhere else saves nothing. Each piece has an owner: compute by phase and stage, a channel (also the latency of its
+messages), or the host of a role.
 
 The example has two stages of F = I = W = 1 s, four microbatches, a hop of 0.5 s, and 1F1B ({one_f_one_b}):
 
 {path}
 
-A second table lists the pieces in order, each with its start, end and instructions.
-
 ## Idle gaps
 
-A gap of a rank is followed back in the same way, from the instruction behind it to the gap's start. So every idle
+A gap of a rank is followed back in the same way, from the instruction behind it to the gap's start, so every idle
 moment has an owner. *Waits for compute* is the pipeline's bubble: another rank has to compute first. What a rank
-does, and what it waits for, adds up to the step. Behind its last instruction a rank waits for what the step waits
-for.
+does, and what it waits for, adds up to the step.
 
 {ranks}
-
-Another table lists the longest gaps, with the instruction behind each and what it waits for.
 
 ## What if, and how sensitive
 
@@ -75,40 +65,32 @@ Another table lists the longest gaps, with the instruction behind each and what 
 
 Each row of *what if* is a simulation of its own.
 
-- *No interference*: messages and what runs beside them do not slow each other down. A note below the critical path
-  says how much of it interference is.
+- *No interference*: messages and what runs beside them do not slow each other down.
 - *Perfect overlap*: no computation waits for a message or is slowed by one. The step is still never shorter than the
   messages of the busiest stream.
-- *partition(at="cost")*, *replicate(zero=1)*: the same strategy with this argument, with what it changes in the memory
-  of the fullest device. They are there where the strategy has even stages, or replicas that share nothing. Those that
-  help are printed without `--why`, too.
+- *partition(at="cost")*, *replicate(zero=1)*: the same strategy with this argument, where it has even stages, or
+  replicas that share nothing.
 - *One microbatch more* has as many rows as the others, so that the global batch grows. It needs a strategy that is a
   function of a trial, with the number of microbatches among its parameters.
 
-A *sensitivity* is by how many percent the step changes when one constant of the cluster grows by 1 %. Constants
-without effect are left out. Measured durations do not follow from constants: where there are costs, a duration
-changes by the factor by which its formula does.
+A *sensitivity* is by how many percent the step changes when one constant of the cluster grows by 1 %. Where there are
+measured costs, a duration changes by the factor by which its formula does.
 
 ## What it rests on
 
-*Costs from formulas* lists what nobody has measured. It gives the time that each takes alone, and its part of the
-critical path, which is the longer one where something beside it slows it down.
+*Costs from formulas* lists what nobody has measured, each with the time that it takes alone and its part of the
+critical path.
 
 Measured costs have a spread (the median absolute deviation of the repeats), and the prediction has an interval from
-it. This is Monte Carlo with a seed and 100 draws; each instruction is drawn on its own, normally distributed with
-1.4826 times its spread as standard deviation. Where many instructions wait for the latest of several, the median lies
-above the prediction. A second pair of numbers is for a machine that is slower or faster as a whole: all durations one
-spread longer, or shorter, at once. What has no spread (formulas, tables) is held fixed; the share of the seconds that
-has one is printed beside it.
+it: 100 seeded draws, in which each instruction is drawn on its own, normally distributed with 1.4826 times its spread
+as standard deviation. A second pair of numbers is for a machine that is slower or faster as a whole: all durations one
+spread longer, or shorter, at once. What has no spread (formulas, tables) is held fixed.
 
 ## Two strategies
 
 The same pipeline under GPipe and 1F1B:
 
 {comparison}
-
-Two more tables say the same of the mean rank (computing, in the bubble, or waiting for messages), and of the fullest
-rank's memory at its peak. The changes of either table of seconds add up to the change of the step.
 """
 
 

@@ -191,7 +191,7 @@ def conditions(text: str) -> dict[int, str]:
 
 def test_conditions_are_those_of_the_document() -> None:
     written = conditions(str(inspect.getmodule(Shard).__doc__).split("Legality")[1])
-    section = (ROOT / "docs" / "language.md").read_text().split("## shard")[1].split("\n## ")[0]
+    section = (ROOT / "docs" / "shard.md").read_text().split("## Conditions")[1].split("\n## ")[0]
     assert list(written) == list(range(1, len(written) + 1)) and conditions(section) == written
 
 

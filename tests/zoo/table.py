@@ -13,7 +13,7 @@ BEGIN, END = "<!-- zoo -->", "<!-- end of zoo -->"
 OUTCOMES = ("equal", "differs", "refused", "failed", "not made")
 EQUAL, NARROW = 1e-9, 2e-5
 """The largest error of a model that is equal, and of one that computes in float32 whatever its parameters are."""
-MOST_OF_A_REASON, MOST_OF_A_LINE = 300, 160
+MOST_OF_A_REASON, MOST_OF_A_LINE = 170, 160
 """The most characters of a refusal, whose end is the way out that a user reads at capture, and of a line of code."""
 
 
@@ -81,12 +81,13 @@ def outcome(line: dict[str, Any]) -> str:
 
 
 def reason(line: dict[str, Any]) -> str:
-    """Return the error, with the line that is narrower than float64 where it matters, or why there is none."""
+    """Return the error, with the line that is narrower than float64 where it matters, or the place and the reason."""
     if "error" in line:
         return f"{line['error']:.0e}" + (
             f", {shortened(line['narrow'], MOST_OF_A_LINE)}" if line.get("narrow") else ""
         )
-    return shortened(line["why"], MOST_OF_A_REASON)
+    where_and_why = re.sub(r"(\.py:\d+) \(.*?\):", r"\1:", line["why"], count=1)
+    return shortened(where_and_why, MOST_OF_A_REASON)
 
 
 def shortened(message: str, most: int) -> str:

@@ -117,10 +117,10 @@ class TestUsersDirective:
             applied(Nothing())
 
 
-def test_the_example_of_the_language_document_runs() -> None:
-    text = (Path(__file__).resolve().parents[3] / "docs" / "language.md").read_text(
-        encoding="utf-8"
-    )
+def test_the_examples_of_the_language_documents_run() -> None:
+    docs = Path(__file__).resolve().parents[3] / "docs"
+    pages = ("language.md", "shard.md", "precision.md")
+    text = "".join((docs / page).read_text(encoding="utf-8") for page in pages)
     blocks = [b.split("```")[0] for b in text.split("```python\n")[1:]]
     assert len(blocks) == 8
     names: dict[str, Any] = {"__name__": __name__}

@@ -17,7 +17,7 @@ from piper_simulator.metrics import step_runs
 MOST_SHARE = 0.05
 """The share of a step that sharing may save before a note says so."""
 MOST_MEMORY = 1 / 8
-"""The share of a device's memory that a kernel which every device runs whole may read and write before a note says so."""
+"""The share of a device's memory that a kernel which every device runs whole may move before a note says so."""
 COPIES = frozenset({"clone"})
 """The operators that lay out tensors gathered from other devices, which is a cost of the exchange."""
 MOST_NAMED = 4

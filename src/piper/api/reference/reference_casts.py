@@ -1,6 +1,6 @@
 """Cast tensors of a batch in mixed precision where plain PyTorch under autocast does: in products and in losses.
 
-This restates the rule of docs/language.md (Precision) and shares no code with Piper.
+This restates the rule of docs/precision.md and shares no code with Piper.
 """
 
 from __future__ import annotations

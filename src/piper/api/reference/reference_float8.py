@@ -1,6 +1,6 @@
 """Let linear layers of a module multiply in float8, emulated in plain PyTorch.
 
-This restates the rules of docs/language.md (float8) and torchao's arithmetic, and shares no code with Piper.
+This restates the rules of docs/precision.md (float8) and torchao's arithmetic, and shares no code with Piper.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BLOCKS: dict[str, tuple[tuple[Block, Block], tuple[Block, Block], tuple[Block, B
     "blockwise": ((_LINE, _SQUARE), (_LINE, _SQUARE), (_LINE, _LINE)),
     "mxfp8": ((_GROUP, _GROUP), (_GROUP, _GROUP), (_GROUP, _GROUP)),
 }
-"""The recipes, restated from the table in docs/language.md."""
+"""The recipes, restated from the table in docs/precision.md."""
 
 
 def quantise_layers(model: nn.Module, precision: Any) -> None:
