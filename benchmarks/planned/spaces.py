@@ -85,6 +85,7 @@ MIXTURE = Case(
     32,
     4096,
     finite=True,
+    fixed={"hybrid": False},  # the table of all scores is older than this choice
 )
 LONG = Case(
     "long",
@@ -115,7 +116,7 @@ LARGER = Case(
     32,
     4096,
     finite=True,
-    fixed={"sequence": True},
+    fixed={"sequence": True, "hybrid": False},
 )
 TINY = Case(
     "tiny",

@@ -97,6 +97,7 @@ class Chosen(optuna.trial.FixedTrial):
 def chosen(space: StrategySpace, **choices: Any) -> piper.Strategy:
     sizes = {axis: 1 for axis in ("tp", "cp", "pp") if axis not in choices}
     usual = {"rows": 1, "keep": "all", "zero": 0, "bucket_mb": 25.0, "attention": "ring"}
+    usual |= {"hybrid": False}
     return space(Chosen({**usual, **sizes, **choices}))
 
 
@@ -119,7 +120,7 @@ def test_a_search_begins_with_what_is_published_and_with_each_mesh_in_little_mem
     sizes = {"tp": 1, "cp": 1, "ep": 1, "pp": 1, "rows": 1}
     states = {"zero": 3, "resident_mb": 0, "prefetch": 1, "bucket_mb": 100.0}
     usual = {"schedule": "1f1b", "sequence": True, "attention": "ring", "fold": False, "cut": False}
-    usual |= {"graded": False, "away": 0.0, "host": False}
+    usual |= {"graded": False, "away": 0.0, "host": False, "hybrid": False}
     fsdp, tensor = ({**sizes, **states, **usual, "keep": "attention", "tp": tp} for tp in (1, 8))
     assert space.starts.index(fsdp) < space.starts.index(tensor), "messages of layers take time"
     assert {start.get("chunks") for start in replace(space, layers=16).starts} == {None, 4}
@@ -283,6 +284,7 @@ def test_random_choices_compile_or_a_rule_rejects_them(make: Any) -> None:
         {"pp": 2, "schedule": "interleaved", "chunks": 2, "zero": 1},
         {"tp": 8, "sequence": False, "zero": 1},
         {"cp": 2, "tp": 8, "sequence": True, "zero": 0},
+        {"cp": 2, "zero": 3, "hybrid": True, "prefetch": 1, "resident_mb": 0},
     ],
 )
 def test_its_strategies_compile(choices: dict[str, Any]) -> None:
@@ -290,6 +292,7 @@ def test_its_strategies_compile(choices: dict[str, Any]) -> None:
     over = {"dp", "cp"} if choices.get("cp", 1) > 1 else {"dp"}
     shared = set(plan.buckets[0].shard.optim)
     assert plan.mesh.world == 16 and shared == (over if choices["zero"] else set())
+    assert plan.mesh.size("rep") == (2 if choices.get("hybrid") else 1)
 
 
 @pytest.mark.long
@@ -298,13 +301,29 @@ def test_a_mixtures_experts_are_shared() -> None:
     assert plan.mesh.size("ep") == 4 and plan.replicas == 16
 
 
+def test_groups_that_share_states_are_the_replicas_of_a_node() -> None:
+    """Two nodes of 8: with tp=2 a node has 4 replicas; with all 16 devices in one replica, or 8, there is no choice."""
+    space = piper.space(llama(), CLUSTER, hybrid=True)
+    of = {tp: chosen(space, tp=tp, sequence=True, zero=1) for tp in (1, 2, 8)}
+    assert [(m.mesh.size("dp"), m.mesh.size("rep")) for m in of.values()] == [
+        (8, 2),
+        (4, 2),
+        (2, 1),
+    ]
+    (shared,) = (d for d in of[2].directives if isinstance(d, piper.replicate))
+    assert shared.over == ("dp", "rep") and set(shared.shards.optim) == {"dp"}
+    assert chosen(space, zero=0).mesh.size("rep") == 1
+
+
 def test_a_choice_may_be_fixed_and_others_are_named() -> None:
     space = piper.space(llama(), CLUSTER, tp=2, keep="inputs", zero=1)
     assert space.sizes["tp"] == (2,) and {s["tp"] for s in space.starts} == {2}
-    strategy = space(Chosen({"cp": 1, "pp": 1, "rows": 1, "sequence": True, "bucket_mb": 25.0}))
+    strategy = space(
+        Chosen({"cp": 1, "pp": 1, "rows": 1, "sequence": True, "bucket_mb": 25.0, "hybrid": False})
+    )
     assert strategy.mesh.size("tp") == 2 and strategy.directives[0].pieces == 1
     cut = piper.space(llama(), CLUSTER, tp=2, keep="inputs", zero=1, pieces=4)
-    given = {"cp": 1, "pp": 1, "rows": 1, "sequence": True, "bucket_mb": 25.0}
+    given = {"cp": 1, "pp": 1, "rows": 1, "sequence": True, "bucket_mb": 25.0, "hybrid": False}
     assert cut(Chosen(given)).directives[0].pieces == 4
     with pytest.raises(TuneError, match=r"space\(depth=...\): accepted are tp, cp"):
         piper.space(llama(), CLUSTER, depth=2)

@@ -51,12 +51,14 @@ FEWER_LATER = ("one_f_one_b", "interleaved", "zb_h1")
 AXES = ("tp", "cp", "ep", "pp")
 CHOICES = (
     *AXES, "rows", "sequence", "pieces", "attention", "fold", "cut", "schedule", "tiles", "keep", "graded", "away",
-    "host", "zero", "resident_mb",
+    "host", "zero", "hybrid", "resident_mb",
 )  # fmt: skip
 """The parameters that may be fixed.
 
 `pieces` of products is 1 where it is not, since each value needs other code of all layers.
 """
+STATES = ("optim", "grads", "params")
+"""The states of `replicate(shard=)`: zero=n shares the first n."""
 STAGES_OF_LAYERS = 5
 """The most stages of a device in a first candidate with interleaved ones (Megatron's recipes of Llama have 5)."""
 
@@ -165,11 +167,14 @@ class StrategySpace:
         if at["ep"] > 1:
             calls.append(self._shared_experts(trial, at, tokens_over))
         calls.append(self._pipeline(trial, at["pp"], self.global_batch // (replicas * rows)))
-        calls += [*self._kept(trial, at, rows, calls[-1]), *self._replicated(trial, at)]
+        calls += self._kept(trial, at, rows, calls[-1])
+        zero = self._zero(trial, at)
+        groups = self._groups(trial, at, zero)
+        calls += self._replicated(trial, at, zero, groups)
         if self._are_large(at) and self._choice(trial, "host", (False, True)):
             calls.append(RecipeCall("offload", {"selection": where(), "tensors": "optim"}))
         sizes = {axis: size for axis, size in at.items() if size > 1}
-        return Mesh(**sizes, dp=replicas // at["ep"]), calls
+        return Mesh(**sizes, dp=replicas // at["ep"] // groups, rep=groups), calls
 
     @property
     def starts(self) -> tuple[dict[str, Any], ...]:
@@ -213,7 +218,7 @@ class StrategySpace:
         zero = 1 if at["pp"] > 1 and self.scale.fits_whole(own, self._sharing(at)) else 3
         states = {"zero": zero, "resident_mb": 0, "prefetch": 1, "bucket_mb": 100.0}
         rest = {"keep": "inputs", "schedule": "1f1b", "sequence": True, "attention": "ring"}
-        rest |= {"fold": False, "cut": False}
+        rest |= {"fold": False, "cut": False, "hybrid": False}
         spared = {"graded": False, "away": 0.0}
         if self._is_short(at, tiles=1):
             tiles = TILES if self._tiled(at) else 1
@@ -360,16 +365,34 @@ class StrategySpace:
         """Return how many devices have the same parameters."""
         return self._replicas(at) // at["ep"] * at["cp"]
 
-    def _replicated(self, trial: Any, at: Mapping[str, int]) -> Iterator[RecipeCall]:
+    def _zero(self, trial: Any, at: Mapping[str, int]) -> int:
+        """Return how many states are shared, 0 if no device has the parameters of another one."""
+        alone = self._replicas(at) * at["cp"] == 1
+        return 0 if alone else int(self._choice(trial, "zero", (0, 1, 2, 3)))
+
+    def _groups(self, trial: Any, at: Mapping[str, int], zero: int) -> int:
+        """Return the number of groups of replicas that each have all states: one, or with `hybrid` one in each node.
+
+        The replicas of a node are those along dp: the ranks along tp, cp and ep lie between them.
+        """
+        apart, own = at["tp"] * at["cp"] * at["ep"], self._replicas(at) // at["ep"]
+        inside = self.scale.per_node // apart
+        divided = inside > 1 and not self.scale.per_node % apart and not own % inside
+        if not zero or not divided or own == inside:
+            return 1
+        return own // inside if self._choice(trial, "hybrid", (False, True)) else 1
+
+    def _replicated(
+        self, trial: Any, at: Mapping[str, int], zero: int, groups: int
+    ) -> Iterator[RecipeCall]:
         """Yield how gradients are summed, and which states are shared among all that have the same parameters."""
         replicas = self._replicas(at)
-        if replicas * at["cp"] == 1:
-            return
-        over = tuple(axis for axis in ("dp", "ep", "cp") if axis == "dp" or at[axis] > 1)
-        zero = self._choice(trial, "zero", (0, 1, 2, 3))
         if replicas == 1 and not zero:  # the devices along cp have the same rows
             return
+        over = tuple(axis for axis in ("dp", "ep", "cp") if axis == "dp" or at[axis] > 1)
         how: dict[str, Any] = {"over": over, "zero": zero}
+        if groups > 1:
+            how = {"over": (*over, "rep"), "shard": dict.fromkeys(STATES[:zero], over)}
         # In tenths: a file for people has this number.
         how["bucket_mb"] = round(trial.suggest_float("bucket_mb", 25.0, 800.0, log=True), 1)
         if zero == 3:
