@@ -256,7 +256,9 @@ class _Predictor:
         return PlannedStrategy(
             strategy,
             facts.mesh,
-            facts.schedule + _rows_text(facts.rows) + ("" if own else variant.text(self._variants)),
+            _named(strategy, facts.schedule)
+            + _rows_text(facts.rows)
+            + ("" if own else variant.text(self._variants)),
             period_s,
             period_s if interval is None else interval.low,
             period_s if interval is None else interval.high,
@@ -294,6 +296,12 @@ class _Predictor:
             self._budget.price_per_hour or self._cluster.of(rank).price_per_hour for rank in ranks
         ]
         return seconds / SECONDS_PER_DAY, sum(prices) * seconds / 3600 if all(prices) else None
+
+
+def _named(strategy: Strategy, words: str) -> str:
+    """Return the words of a schedule behind the name that the search has for it, if devices are along pp."""
+    name = strategy.params.get("schedule", "") if strategy.mesh.size("pp") > 1 else ""
+    return f"{name}, {words}" if name else words
 
 
 def _rows_text(rows: int | None) -> str:
