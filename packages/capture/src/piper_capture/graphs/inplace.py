@@ -25,7 +25,7 @@ from torch import fx
 from piper_capture.graphs.stepgraph import StepGraph
 from piper_capture.torch_api._torch_joint import OpOverload
 from piper_capture.values import aliasing
-from piper_ops import all_reduce, all_reduce_, context_add, context_add_, reduce_scatter
+from piper_ops import all_reduce, all_reduce_, context_add, context_add_, reduce_scatter, wait
 
 aten = torch.ops.aten
 
@@ -109,7 +109,8 @@ def copy_spoiled_operands(step: StepGraph) -> None:
     rank = {n: i for i, n in enumerate(step.graph.nodes)}
     last: dict[fx.Node, int] = {}
     for node in step.graph.nodes:
-        for argument in node.all_input_nodes:
+        read = node.all_input_nodes[:1] if node.target is wait else node.all_input_nodes
+        for argument in read:  # a wait keeps the operand and does not read it
             last[aliasing.root(argument)] = rank[node]
     for node in step.graph.find_nodes(op="call_function", target=reduce_scatter):
         operand = node.args[0]
@@ -119,8 +120,9 @@ def copy_spoiled_operands(step: StepGraph) -> None:
             continue
         with step.graph.inserting_before(node):
             copy = step.graph.call_function(aten.clone.default, (operand,))
-        copy.meta = dict(operand.meta)
-        node.args = (copy, *node.args[1:])
+        copy.meta = {"val": torch.empty_like(aliasing.tensor(operand))}
+        for reader in (node, *(u for u in node.users if u.target is wait)):
+            reader.replace_input_with(operand, copy)
 
 
 def _write_into(node: fx.Node, index: int, found: InPlace) -> None:
