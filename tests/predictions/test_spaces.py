@@ -325,6 +325,12 @@ def test_a_choice_may_be_fixed_and_others_are_named() -> None:
     cut = piper.space(llama(), CLUSTER, tp=2, keep="inputs", zero=1, pieces=4)
     given = {"cp": 1, "pp": 1, "rows": 1, "sequence": True, "bucket_mb": 25.0, "hybrid": False}
     assert cut(Chosen(given)).directives[0].pieces == 4
+    at: dict[str, Any] = {"pp": 2, "schedule": "1f1b"}
+    orders = {name: piper.space(llama(), CLUSTER, order=name) for name in ("usual", "pp_first")}
+    axes = [chosen(space, **at).mesh.axes for space in orders.values()]
+    assert axes == [("dp", "pp"), ("pp", "dp")], "that of neighbouring ranks first"
+    with pytest.raises(TuneError, match=r"order='fast'\): accepted are usual, pp_first"):
+        piper.space(llama(), CLUSTER, order="fast")
     with pytest.raises(TuneError, match=r"space\(depth=...\): accepted are tp, cp"):
         piper.space(llama(), CLUSTER, depth=2)
 

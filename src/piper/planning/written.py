@@ -41,6 +41,7 @@ def text(source: PlanSource, strategy: Strategy, space: StrategySpace, cluster: 
     words = {n: v for n, v in vars(variant.options).items() if v != getattr(Options(), n)}
     said = ", ".join(f"{name}={value!r}" for name, value in words.items())
     sizes = ", ".join(f"{axis}={mesh.size(axis)}" for axis in reversed(mesh.axes))
+    sizes += f", order={mesh.order!r}" if mesh.order else ""
     head = (
         f'"""{source.name} on {cluster}, planned by `piper plan`: {source.facts}'
         f"{variant.text(space.variants)}.",

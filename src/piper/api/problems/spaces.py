@@ -50,13 +50,15 @@ FEWER_LATER = ("one_f_one_b", "interleaved", "zb_h1")
 """The recipes of schedules under which the later devices of a pipeline have fewer microbatches in flight."""
 AXES = ("tp", "cp", "ep", "pp")
 CHOICES = (
-    *AXES, "rows", "sequence", "pieces", "attention", "fold", "cut", "schedule", "tiles", "keep", "graded", "away",
+    *AXES, "order", "rows", "sequence", "pieces", "attention", "fold", "cut", "schedule", "tiles", "keep", "graded", "away",
     "host", "zero", "hybrid", "resident_mb",
 )  # fmt: skip
 """The parameters that may be fixed.
 
-`pieces` of products is 1 where it is not, since each value needs other code of all layers.
+`pieces` of products is 1 where it is not, since each value needs other code of all layers, and `order` is "usual".
 """
+ORDERS: Mapping[str, tuple[str, ...]] = {"usual": (), "pp_first": ("tp", "cp", "ep", "pp")}
+"""The orders of axes by name: the second has neighbouring stages before replicas, as Megatron's tp-cp-ep-pp-dp."""
 STATES = ("optim", "grads", "params")
 """The states of `replicate(shard=)`: zero=n shares the first n."""
 STAGES_OF_LAYERS = 5
@@ -174,7 +176,8 @@ class StrategySpace:
         if self._are_large(at) and self._choice(trial, "host", (False, True)):
             calls.append(RecipeCall("offload", {"selection": where(), "tensors": "optim"}))
         sizes = {axis: size for axis, size in at.items() if size > 1}
-        return Mesh(**sizes, dp=replicas // at["ep"] // groups, rep=groups), calls
+        inner = ORDERS[self._choice(trial, "order", ("usual",))]
+        return Mesh(**sizes, dp=replicas // at["ep"] // groups, rep=groups, order=inner), calls
 
     @property
     def starts(self) -> tuple[dict[str, Any], ...]:
@@ -446,6 +449,8 @@ def space(
     if unknown := [name for name in fixed if name not in CHOICES]:
         names = ", ".join((*CHOICES, *vars(variants)))
         raise TuneError(f"space({unknown[0]}=...): accepted are {names}")
+    if (named := fixed.get("order", "usual")) not in ORDERS:
+        raise TuneError(f"space(order={named!r}): accepted are {', '.join(ORDERS)}")
     if variants:
         variants.check(job, target)
     traced = traced_job(job)
