@@ -169,3 +169,13 @@ class Scale:
         if spanned <= self.per_node:
             return self.inside
         return min(self.inside, self.between * max(1, self.per_node // apart))
+
+
+def powers(number: int, most: int) -> tuple[int, ...]:
+    """Return the powers of two up to `most` that divide a number."""
+    return tuple(2**k for k in range(20) if 2**k <= most and not number % 2**k)
+
+
+def divisors(number: int, most: int) -> tuple[int, ...]:
+    """Return the divisors of a number up to `most`."""
+    return tuple(n for n in range(1, most + 1) if not number % n)

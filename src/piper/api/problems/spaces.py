@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from piper.api.captures.capturing import traced_job
 from piper.api.ground.clusters import chosen_cluster
-from piper.api.problems.scale import FULL, ROOM, SHORT, Scale
+from piper.api.problems.scale import FULL, ROOM, SHORT, Scale, divisors, powers
 from piper.api.problems.variants import VariantChoices, skipped
 from piper_compiler import Strategy, offload, recipes, recompute, tile_loss
 from piper_ir.ground.errors import TuneError
@@ -458,15 +458,15 @@ def space(
     devices, tokens = target.devices, job.tokens_per_row or 0
     experts = _experts(traced)
     sizes = {
-        "tp": _powers(devices, min(target.per_node, MOST_TP)),
-        "cp": _powers(devices, min(MOST_CP, max(1, tokens // LEAST_TOKENS))),
-        "pp": tuple(n for n in _divisors(devices, MOST_STAGES) if n <= max(layers, 1)),
+        "tp": powers(devices, min(target.per_node, MOST_TP)),
+        "cp": powers(devices, min(MOST_CP, max(1, tokens // LEAST_TOKENS))),
+        "pp": tuple(n for n in divisors(devices, MOST_STAGES) if n <= max(layers, 1)),
     }
     sizes |= {axis: (fixed[axis],) for axis in AXES if axis in fixed}
     scale = Scale.of(traced, tokens, target)
     if "ep" not in fixed:
         sizes["ep"] = _expert_sizes(gcd(devices, experts), devices, max(sizes["pp"]), scale)
-    rows = (fixed["rows"],) if "rows" in fixed else _divisors(job.global_batch, MOST_ROWS)
+    rows = (fixed["rows"],) if "rows" in fixed else divisors(job.global_batch, MOST_ROWS)
     rest = {name: value for name, value in fixed.items() if name not in (*AXES, "rows")}
     tiles = bool(tokens) and traced.has_cross_entropy
     return StrategySpace(
@@ -486,18 +486,8 @@ def _expert_sizes(experts: int, devices: int, pp: int, scale: Scale) -> Sizes:
     That is judged with the most stages, `pp`, and only the optimizer's states shared, as in `StrategySpace._least`.
     Larger groups exchange their rows between nodes.
     """
-    inside = _powers(experts, scale.per_node)
+    inside = powers(experts, scale.per_node)
     own = scale.own({"tp": 1, "ep": inside[-1], "pp": pp})
     if scale.fits_whole(own, devices // (pp * inside[-1])):
         return inside
-    return _powers(experts, MOST_EP)
-
-
-def _powers(number: int, most: int) -> Sizes:
-    """Return the powers of two up to `most` that divide a number."""
-    return tuple(2**k for k in range(20) if 2**k <= most and not number % 2**k)
-
-
-def _divisors(number: int, most: int) -> Sizes:
-    """Return the divisors of a number up to `most`."""
-    return tuple(n for n in range(1, most + 1) if not number % n)
+    return powers(experts, MOST_EP)
