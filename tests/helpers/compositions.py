@@ -382,7 +382,7 @@ def _ordered(c: Composition, program: Program) -> tuple[Any, ...]:
 
 
 def _sends(c: Composition) -> Iterator[Any]:
-    """Of each stage's values, those of some microbatches leave behind those of the next one.
+    """Yield orders of sends in which some microbatches leave a stage behind the next one.
 
     Where all forwards of a stage stand before its backwards, their values leave in any order.
     """

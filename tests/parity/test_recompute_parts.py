@@ -217,7 +217,7 @@ def test_a_group_makes_outputs_again_that_are_products() -> None:
 
 
 def test_a_product_that_is_kept_is_not_spoilt_where_it_is_sent() -> None:
-    """With one row the operand of a reduce-scatter is a view of the product, and the collective leaves it undefined."""
+    """A reduce-scatter of one row takes a view of the product before it, and leaves that memory undefined."""
     one_row = (*recipes.tensor_parallel(sequence=True), *recipes.gpipe(pp=1, microbatches=4))
     group = piper.recompute(where(layer=ANY), keep="products/2", group=2)
     judged(compiled("plain", "tp", *one_row, group), plain("plain", "tp", *one_row))

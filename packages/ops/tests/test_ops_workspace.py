@@ -282,7 +282,7 @@ NORM_MASKS = ([True, True], [True, False], [False, True])
 @each_case("dense", [True, False])
 @each_case("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_layer_norms_hold_on_a_cpu_what_is_counted(dtype: torch.dtype, dense: bool) -> None:
-    """In half precision, the CPU's kernels take weights in float32; CUDA's, of which a plan knows too, do not."""
+    """The count is exact: in half precision a CPU's kernels copy weights to float32, and those of CUDA do not."""
     x = torch.randn(3, 5, 6) if dense else torch.randn(3, 6, 5).transpose(1, 2)
     x, shape, half = x.to(dtype), [6], dtype.itemsize == 2
     weight, bias = torch.randn(2, 6).to(dtype)

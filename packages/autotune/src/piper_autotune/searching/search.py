@@ -48,7 +48,7 @@ UNUSABLE = 1e6
 BETWEEN = 3
 """The number of proposals among which one is a start, once half of the trials are spent."""
 LAST = 12
-"""One part in so many of the trials, the last one, goes to kinds of starts of which none was tried."""
+"""The last 1/12 of the trials goes to kinds of starts of which none was tried."""
 ATTRIBUTE = "piper"
 
 

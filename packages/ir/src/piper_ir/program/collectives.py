@@ -136,9 +136,8 @@ LAWS: Mapping[str, Law] = ChainMap(HOST_COPIES, COLLECTIVES)
 
 def law_of(kind: str) -> Law:
     """Return the law of a kind of collective; raise PlanError when there is none."""
-    law = COLLECTIVES.get(kind) or HOST_COPIES.get(
-        kind
-    )  # a look into LAWS takes five times as long
+    # each table by itself: LAWS, which chains them, takes five times as long
+    law = COLLECTIVES.get(kind) or HOST_COPIES.get(kind)
     if law is None:
         raise PlanError(f"there is no collective {kind!r}; known are {', '.join(LAWS)}")
     return law
