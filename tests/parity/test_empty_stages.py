@@ -60,7 +60,11 @@ def test_embedding_and_loss_alone(at: tuple[int, ...], empty: list[str]) -> None
     assert [id for id in chunks if id.startswith("empty")] == empty
     names = [{s.name for s in simulation_spans(compiled, r)} for r in range(len(at) + 1)]
     assert "root.W@0" in names[0] and not any("layer" in name for name in names[0] | names[-1])
-    assert "layers: 8" in explain(compiled), "which has no layouts of empty stages"
+    text = explain(compiled)
+    assert "layers: 8" in text, "which has no layouts of empty stages"
+    assert [line.split()[2] for line in text.splitlines() if "passes its inputs on" in line] == [
+        "empty:"
+    ] * len(empty)
     for id in empty:
         assert any(name.startswith(f"{id}.F") for name in names[int(id[5:])])
     run = compositions.run(c, compiled, memory=True)

@@ -14,7 +14,8 @@ from piper.views.explained.explain import explain
 from piper_compiler import Strategy, recipes
 from piper_ir.ground.mesh import Mesh
 from piper_ir.program.program import Cost
-from piper_runtime import Job
+from piper_runtime import Job, LossScale, Precision
+from tests.helpers.cases import each_case
 from tests.helpers.models import CASES, D, feature_batch, squared_error
 
 
@@ -73,13 +74,16 @@ class Products(nn.Module):
         return x
 
 
-def compiled(model: Callable[[], nn.Module], batch: Any, loss: Any) -> Compiled:
+def compiled(
+    model: Callable[[], nn.Module], batch: Any, loss: Any, precision: Precision | None = None
+) -> Compiled:
     job = Job(
         model,
         batch,
         loss,
         lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
         global_batch=4,
+        precision=precision or Precision(),
     )
     return compile(job, Strategy(Mesh(pp=2), recipes.one_f_one_b(pp=2, microbatches=2)))
 
@@ -117,3 +121,18 @@ def test_little_in_w_is_a_warning() -> None:
 def test_small_sizes_have_a_unit_that_shows_them() -> None:
     text = explain(compiled(Products, feature_batch, squared_error))  # 16 x 16 floats each
     assert "3 KiB of parameters" in text and "param 1 KiB" in text
+
+
+@each_case("scale", [LossScale(1024.0), 512.0])
+def test_stages_and_the_scale_of_the_loss_are_said(scale: LossScale | float) -> None:
+    case = CASES["gpt"]
+    half = Precision(compute="float16", loss_scale=scale)
+    text = explain(compiled(case.model, case.batch, case.loss, half))
+    assert "    0 pp0        root, layer0, layer1\n    1 pp1        layer2" in text
+    how = (
+        "which stays"
+        if scale == 512.0
+        else "times 2 after 2,000 steps without an overflow, times 0.5"
+    )
+    assert f"scaled by {512 if scale == 512.0 else 1024}, {how}" in text
+    assert "scaled by" not in explain(compiled(case.model, case.batch, case.loss))

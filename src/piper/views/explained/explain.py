@@ -13,6 +13,7 @@ from piper.views.explained.kernels import backward_graphs, launched_as_graphs
 from piper.views.explained.layouts import index_facts, layouts
 from piper.views.explained.recompute import recomputation
 from piper.views.explained.sharing import sharing
+from piper.views.explained.stages import stages
 from piper_compiler import tile_loss
 from piper_ir.ground.sizes import ITEM_BYTES, bind
 from piper_ir.plan.plan import Instr, Plan, RolePlan
@@ -20,6 +21,7 @@ from piper_ir.program.ops import Compute
 from piper_ir.program.program import Chunk, Step
 from piper_ir.tools import count_text, flops_text, size_text
 from piper_ir.verify import instr_title
+from piper_runtime import LossScale
 
 PURPOSES = {
     "expert": "tokens to experts and back",
@@ -37,6 +39,7 @@ def explain(compiled: Compiled) -> str:
         _program(compiled),
         _costs(compiled.plan, _tiled(compiled)),
         _directives(compiled),
+        stages(compiled.plan),
         _order(compiled),
         _split_backwards(compiled),
         backward_graphs(compiled),
@@ -318,6 +321,7 @@ def _communication(plan: Plan) -> str:
 def _notes(compiled: Compiled) -> str:
     said = (
         _random_note(compiled),
+        _scale_note(compiled),
         statistics_note(compiled.norms, compiled.plan),
         advancing_notice(compiled),
     )
@@ -338,4 +342,20 @@ def _random_note(compiled: Compiled) -> str:
     return (
         f"{random[0]} draws random numbers (dropout) by torch's own generator; strategies with {rows} rows per "
         f"microbatch draw equal masks, others do not"
+    )
+
+
+def _scale_note(compiled: Compiled) -> str:
+    scaling = compiled.job.precision.scaling if compiled.job is not None else None
+    if scaling is None:
+        return ""
+    changes = (
+        "which stays"
+        if scaling == LossScale.fixed(scaling.initial)
+        else f"times {scaling.growth:g} after {scaling.interval:,} steps without an overflow, "
+        f"times {scaling.backoff:g} after one"
+    )
+    return (
+        f"the loss is scaled by {scaling.initial:g}, {changes}; each update divides by it, and a step whose gradients "
+        f"overflow on any rank is skipped on all"
     )

@@ -120,7 +120,8 @@ def _moves(edit: Editor, param: Param, chosen: Replication, policy: Replication)
         return False
     raise CompileError(
         f"parameter {param.name!r} is whole on each rank, while ranks share the states of its optimizer, and "
-        f'offload(tensors="states") would gather what they updated on the host; use zero=3, zero=0 or tensors="optim"',
+        f'offload(tensors="states") would gather what they updated on the host; use zero=3, zero=0 or tensors="optim" '
+        f"[offload condition 10]",
         edit.away,
     )
 

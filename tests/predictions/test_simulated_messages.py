@@ -1,0 +1,100 @@
+"""Protect the simulated time of ordered messages, of whole and hybrid parameters, and of a scaled loss."""
+
+from __future__ import annotations
+
+import pytest
+
+import piper
+from piper import Mesh, Precision, Strategy, models, order, recipes, where
+from piper.models import GPTConfig
+from piper_ir.ground.trace import Trace
+from piper_ir.plan.plan import Plan
+
+SIZES = GPTConfig(layers=6, width=64, heads=2, vocab=64, length=16)
+TWO_NODES = "h100x4*2"
+
+
+def plan_of(
+    *directives: object,
+    mesh: Mesh | None = None,
+    precision: Precision | None = None,
+    **states: object,
+) -> Plan:
+    """Return the plan of two microbatches on two nodes of four devices, unless a mesh says otherwise."""
+    job = models.job(SIZES, global_batch=16, precision=precision)
+    shared = recipes.data_parallel(**{"bucket_mb": 0.01, **states})  # type: ignore[arg-type]  # as given by tests
+    split = piper.split(where(), microbatches=2)
+    return piper.compile(job, Strategy(mesh or Mesh(dp=8), (split, *shared, *directives))).plan
+
+
+def simulated(plan: Plan) -> tuple[float, Trace]:
+    found = piper.simulate(plan, TWO_NODES if plan.mesh.world == 8 else "h100x4")
+    return found.step_s, found.trace
+
+
+def seconds(trace: Trace, kind: str) -> float:
+    """Return how long the first rank's messages of a kind take, one after the other."""
+    return sum(
+        s.end - s.start
+        for s in trace.spans
+        if s.rank == 0 and s.name.startswith((f"{kind}.", f"{kind}#"))
+    )
+
+
+@pytest.mark.parametrize("op", ["reduce", "gather"])
+def test_a_message_that_an_order_moves_behind_compute_is_exposed(op: str) -> None:
+    """Reductions wait for all of backward; the first layer waits for the last one's parameters, gathered before."""
+    if op == "reduce":
+        usual, moved = (), (order(where(phase="B"), where(op="reduce")),)
+        states: dict[str, object] = {"zero": 1}
+    else:  # a bucket of parameters for each layer
+        usual = (piper.partition(SIZES.layers),)
+        moved = (*usual, order(*(where(op="gather", layer=k) for k in (5, 4, 3, 2, 1, 0))))
+        states = {"zero": 2, "bucket_mb": 1.0}
+    early, late = (simulated(plan_of(*more, **states))[0] for more in (usual, moved))
+    assert late > 1.01 * early
+
+
+def test_parameters_that_stay_whole_are_not_gathered() -> None:
+    """With all of them whole, zero=3 is zero=2: updated parts are gathered once, before the next step."""
+    cut, some, all_, two = (
+        simulated(plan_of(**how))
+        for how in (
+            {"zero": 3},
+            {"zero": 3, "whole_mb": 0.02},
+            {"zero": 3, "whole_mb": 1.0},
+            {"zero": 2},
+        )
+    )
+    gathers = [seconds(trace, "gather") for _, trace in (cut, some, all_)]
+    assert gathers[0] > gathers[1] > gathers[2] > 0
+    assert all_[0] == pytest.approx(two[0], rel=1e-9) and all_[0] < cut[0]
+
+
+def test_hybrid_sharding_gathers_inside_of_a_node() -> None:
+    """The gathers of four devices of a node take what they take on one node alone."""
+    whole = plan_of(zero=3)
+    states = dict.fromkeys(("optim", "grads", "params"), "dp")
+    hybrid = plan_of(mesh=Mesh(dp=4, rep=2), over=("dp", "rep"), shard=states)
+    (far, across), (near, inside) = simulated(whole), simulated(hybrid)
+    assert near < far and seconds(inside, "gather") < 0.5 * seconds(across, "gather")
+    alone = simulated(plan_of(mesh=Mesh(dp=4), zero=3))[1]
+    longest = [
+        max(s.end - s.start for s in t.spans if s.name.startswith("gather."))
+        for t in (inside, alone)
+    ]
+    assert longest[0] == pytest.approx(longest[1], rel=1e-6)
+
+
+def test_a_scaled_loss_costs_a_norm_of_the_gradients_and_no_time_of_layers() -> None:
+    """Each step has to know whether gradients of any rank overflow, as with clip_norm."""
+    half, scaled = (
+        simulated(plan_of(zero=2, precision=Precision("float32", compute, "float32")))
+        for compute in ("bfloat16", "float16")
+    )
+
+    def layers(trace: Trace) -> float:
+        return sum(s.end - s.start for s in trace.spans if s.name.startswith("layer"))
+
+    assert layers(scaled[1]) == pytest.approx(layers(half[1]), rel=1e-6)
+    assert seconds(half[1], "norm") == 0.0 < seconds(scaled[1], "norm") < scaled[0] - half[0]
