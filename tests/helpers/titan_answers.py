@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 Json = dict[str, Any]
@@ -62,6 +63,21 @@ def model(layers: int = 6, mixed: int = 0, width: int = 64) -> Json:
         "llama3.model.Llama3Model", dim=width, vocab_size=256, lm_head=_linear(width, 256), norm=_norm(width),
         layers=blocks, enable_weight_tying=False,
     )  # fmt: skip
+
+
+def gpt_oss(windows: Sequence[str | None]) -> Json:
+    """Return a decoder as GPT-OSS has them: a layer for each of `windows`, which attends to few tokens or to all."""
+    tree = model(len(windows), mixed=len(windows))
+    for block, window in zip(tree["layers"], windows):
+        size = 32 if window else None
+        block["attention"] |= {"sliding_window_size": size, "wo": {**_linear(64, 64), "bias": True}}
+        block["attention"]["inner_attention"] = _part(
+            "VarlenAttention", window_size=[31 if size else -1, 0]
+        )
+        block["moe"]["routed_experts"]["inner_experts"] |= {
+            **_part("gpt_oss.moe.GptOssGroupedExperts"), "swiglu_limit": 7.0,
+        }  # fmt: skip
+    return tree
 
 
 def answer(tree: Json | None = None, **changes: Any) -> Json:

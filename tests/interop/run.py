@@ -46,7 +46,7 @@ class Installed:
 SYSTEMS = {
     "torchtitan": Installed(
         "PIPER_TORCHTITAN_PYTHON",
-        ("torchtitan==0.3.0", "spmd_types==0.2.3"),
+        ("torchtitan==0.3.0", "spmd_types==0.2.3", "torchao==0.18.0"),
         (
             "tyro",
             "tensorboard",

@@ -20,7 +20,7 @@ from piper_interop import (
     python,
 )
 from piper_ir.ground.errors import JobError
-from tests.helpers.titan_answers import answer, attention, model
+from tests.helpers.titan_answers import answer, attention, gpt_oss, model
 
 
 def imported(tmp_path: Path, devices: int = 8, *stand_ins: str, **answered: Any) -> JobDescription:
@@ -175,7 +175,8 @@ def test_recomputation_is_said_as_near_as_it_goes(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"parallelism__tensor_parallel_degree": 3}, "8 devices are not the product"),
+        ({"parallelism__tensor_parallel_degree": 3}, "give --gpus 6, or a multiple"),
+        ({"parallelism__data_parallel_shard_degree": 2}, "give --gpus 2, or another degree of shards"),
         ({"parallelism__pipeline_parallel_degree": 8}, "give fewer"),
         ({"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_schedule": "Mine"}, "'Mine'"),
         ({"training__local_batch_size": "two"}, "training.local_batch_size='two'; an integer"),
@@ -233,11 +234,49 @@ def test_products_in_eight_bits_need_a_stand_in(tmp_path):
         imported(tmp_path, 8, "magic", tree=tree)
 
 
+def test_the_first_layers_in_four_bits_are_like_the_others_in_bfloat16(tmp_path):
+    tree = model()
+    for part in tree["layers"][:4]:
+        part["attention"]["wo"]["__class__"] = "torchtitan.quantization.nvfp4.NVFP4Linear.Config"
+    assert imported(tmp_path, 8, "bf16", tree=tree).sizes == imported(tmp_path).sizes
+
+
+def test_windows_sinks_and_biases_are_those_of_gpt_oss(tmp_path):
+    described = imported(tmp_path, tree=gpt_oss(("w", None, "w", None)))
+    fields = described.sizes.fields
+    assert (fields["window"], fields["window_every"], fields["sinks"]) == (32, 2, True)
+    assert (fields["attention_bias"], fields["activation"]) == ("all", "quick_gelu")
+    experts = {"number": 8, "top_k": 2, "hidden": 32, "bias": True, "clamp": 7.0}
+    assert experts.items() <= fields["experts"].fields.items()
+    assert "scores of all tokens kept" in described.notes[0]
+    three = imported(tmp_path, tree=gpt_oss(("w", "w", None, "w"))).sizes.fields
+    assert three["window_every"] == 3 and "window" not in imported(tmp_path).sizes.fields
+    with pytest.raises(JobError, match="attention differs"):
+        imported(tmp_path, tree=gpt_oss((None, "w", "w", None)))
+    odd = gpt_oss(("w",))
+    odd["layers"][0]["attention"]["wq"] = odd["lm_head"]
+    with pytest.raises(JobError, match="biases of some products"):
+        imported(tmp_path, tree=odd)
+
+
+def test_blocks_of_further_tokens_have_a_loss_of_their_own(tmp_path):
+    tree = model(6, mixed=4)
+    tree["mtp_layers"] = [tree["layers"][-1]]
+    loss = {"__class__": "torchtitan.models.deepseek_v3.mtp.MTPLoss.Config", "mtp_scale": 0.1}
+    fields = imported(tmp_path, tree=tree, loss=loss).sizes.fields
+    assert (fields["layers"], fields["mtp"], fields["mtp_weight"]) == (6, 1, 0.1)
+
+
 def quantised(tree, head=False, wide=False):
     """Return a tree whose linear layers torchao's rowwise converter has replaced."""
+    cast = {"__class__": "torchao.float8.config.CastConfig"}
     how = {
-        "cast_config_input": {"scaling_granularity": "axiswise"},
-        "cast_config_input_for_grad_weight": {"scaling_type": "disabled" if wide else "dynamic"},
+        "__class__": "torchao.float8.config.Float8LinearConfig",
+        "cast_config_input": {**cast, "scaling_granularity": "axiswise"},
+        "cast_config_input_for_grad_weight": {
+            **cast,
+            "scaling_type": "disabled" if wide else "dynamic",
+        },
     }
     if isinstance(tree, list):
         return [quantised(part, head, wide) for part in tree]

@@ -17,11 +17,25 @@ import inspect
 import json
 import pkgutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 SYSTEM = "torchtitan"
 MARK = "piper-ask:"
 """The beginning of the line with the answer: torchtitan prints lines of its own."""
+
+
+@contextmanager
+def newest_device() -> Iterator[None]:
+    """Let recipes choose kernels that this machine's device lacks: they are read here, and nothing is run."""
+    utils = importlib.import_module(f"{SYSTEM}.tools.utils")
+    known = getattr(utils, "has_cuda_capability", None)
+    utils.has_cuda_capability = lambda major, minor: True
+    try:
+        yield
+    finally:
+        utils.has_cuda_capability = known
 
 
 def plain(value: Any) -> Any:
@@ -76,17 +90,23 @@ def parameters(config: Any) -> int | str | None:
 
 def answer(arguments: list[str]) -> dict[str, Any]:
     """Return the configuration of torchtitan's command line."""
-    manager = importlib.import_module(f"{SYSTEM}.config").ConfigManager()
-    return answer_of(manager.parse_args(arguments))
+    with newest_device():
+        manager = importlib.import_module(f"{SYSTEM}.config").ConfigManager()
+        config = manager.parse_args(arguments)
+    return answer_of(config)
 
 
 def every() -> dict[str, Any]:
     """Return the answer of every recipe by "module:name", or why it cannot be made here, as a text."""
     answers: dict[str, Any] = {}
-    for module, name in registry():
+    with newest_device():
+        recipes = registry()
+    for module, name in recipes:
         recipe = getattr(importlib.import_module(f"{SYSTEM}.models.{module}.config_registry"), name)
         try:
-            answers[f"{module}:{name}"] = answer_of(recipe())
+            with newest_device():
+                config = recipe()
+            answers[f"{module}:{name}"] = answer_of(config)
         except (ImportError, ValueError) as e:  # of a library or a device that a recipe needs
             answers[f"{module}:{name}"] = f"{type(e).__name__}: {e}"
     return answers

@@ -36,6 +36,10 @@ KEEP = {"FullAC": "inputs", "SelectiveAC": "products/2", "MemoryBudgetAC": "prod
 """The policies here by the kinds of activation checkpointing."""
 
 
+USUAL_WEIGHT = 0.3
+"""The weight of the loss of further tokens in `piper.models.DecoderConfig` and in torchtitan's loss."""
+
+
 def describe(foreign: Foreign, asked: Asked) -> JobDescription:
     """Return the job of a configuration whose options are judged.
 
@@ -64,7 +68,7 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
     norm = foreign.get("training.max_norm")
     return JobDescription(
         name=foreign.source.partition(":")[2] or foreign.source,
-        sizes=ModelSizes({**sizes.fields, "length": length}),
+        sizes=ModelSizes({**sizes.fields, "length": length, **_further(foreign)}),
         length=length,
         global_batch=global_batch,
         rows=rows,
@@ -105,13 +109,14 @@ def _layout(foreign: Foreign, devices: int) -> DeviceLayout:
     }
     used = prod(degree.values())
     shard = int(foreign["parallelism.data_parallel_shard_degree"])
+    more = ", or another degree of shards"
     if shard == -1:
-        shard = devices // used
+        shard, more = devices // used, ", or a multiple"
     if devices != used * shard or not shard:
         names = ", ".join(f"{name}_degree={size}" for name, size in degree.items())
         raise JobError(
             f"{foreign.source}: {devices} devices are not the product of {names} and data_parallel_shard_degree="
-            f"{foreign['parallelism.data_parallel_shard_degree']}; give --gpus {used * max(shard, 1)}, or a multiple"
+            f"{foreign['parallelism.data_parallel_shard_degree']}; give --gpus {used * max(shard, 1)}{more}"
         )
     tp, cp, pp, rep = degree.values()
     shared = shard * cp > 1
@@ -267,6 +272,12 @@ def _batch(foreign: Foreign, layout: DeviceLayout, length: int) -> tuple[int, in
             f"the pipeline runs {total // each} times a step and empties between; here it runs once: predicted too fast"
         )
     return rows, total, notes
+
+
+def _further(foreign: Foreign) -> dict[str, Any]:
+    """Return the weight of the loss of further tokens, if it is not the usual one."""
+    weight = foreign.get("loss.mtp_scale")
+    return {} if weight in (None, USUAL_WEIGHT) else {"mtp_weight": weight}
 
 
 def _recompute(foreign: Foreign) -> tuple[tuple[Recomputation, ...], tuple[str, ...]]:

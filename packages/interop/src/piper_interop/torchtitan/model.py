@@ -13,12 +13,15 @@ LINEAR = {"Linear", "RowParallelLinear", "ScaledBiasRowwiseLinear"}
 """The matrices that compute in the precision of the job."""
 QUANTIZED = {"Float8Linear", "MXFP8Linear"}
 """The matrices that multiply in float8."""
+TORCHAO = "_torchao_config"
+"""The field of a quantized product with the configuration of torchao, which is no module."""
 KNOWN = LINEAR | {
     "AllGatherFusedFeedForward", "AllGatherFusedQKVLinear", "AllToAllTokenDispatcher", "Attention", "ComplexRoPE", "CosSinRoPE",
     "DeepEPTokenDispatcher", "DeepSeekV3Model", "DeepSeekV3TransformerBlock", "Embedding", "FeedForward", "FlexAttention",
-    "FusedQKVLinear", "GQAttention", "GroupedExperts", "HybridEPTokenDispatcher", "Llama3Model", "Llama3TransformerBlock",
+    "FusedQKVLinear", "GQAttention", "GptOssGroupedExperts", "GptOssMoE", "GptOssModel", "GptOssTransformerBlock",
+    "GroupedExperts", "HybridEPTokenDispatcher", "Llama3Model", "Llama3TransformerBlock",
     "MinimalAsyncEPTokenDispatcher", "MoE", "QKVLinear", "Qwen3Model", "Qwen3TransformerBlock", "RMSNorm", "RoutedExperts",
-    "ScaledDotProductAttention", "TokenChoiceTopKRouter", "VarlenAttention", "MTPTransformerBlock",
+    "ScaledDotProductAttention", "TokenChoiceTopKRouter", "TorchAOTokenDispatcher", "VarlenAttention", "MTPTransformerBlock",
 }  # fmt: skip
 """The classes whose blocks the decoder here has."""
 
@@ -51,7 +54,7 @@ def parts_of(spec: Tree) -> Parts:
         "adapters": [k for k in kinds if "LoRA" in k],
         "dispatcher": next((k for k in kinds if k.endswith("TokenDispatcher")), None),
         "fused_messages": [k for k in kinds if k.startswith("AllGatherFused")],
-        "mtp": len(model.get("mtp_layers") or ()),
+        "sinks": any("sliding_window_size" in tree for tree in _trees(model)),
     }
     plain = set(options["quantized"]) | set(options["adapters"])
     float8 = float8_of(model)
@@ -98,7 +101,7 @@ def _float8_recipe(tree: Tree) -> str:
     """Return the recipe of a linear layer by its configuration of torchao; "" for one in the precision of the job."""
     if _kind(tree) == "MXFP8Linear":
         return "mxfp8"
-    how = tree.get("_torchao_config") or {}
+    how = tree.get(TORCHAO) or {}
     try:
         by_row = how["cast_config_input"]["scaling_granularity"] == "axiswise"
         wide = how["cast_config_input_for_grad_weight"]["scaling_type"] == "disabled"
@@ -117,7 +120,7 @@ def _trees(tree: Any) -> Iterator[Tree]:
         if "__class__" in tree:
             yield tree
         for name, value in tree.items():
-            if name not in ("param_init", "sharding_config"):
+            if name not in ("param_init", "sharding_config", TORCHAO):
                 yield from _trees(value)
     elif isinstance(tree, list):
         for value in tree:
@@ -132,27 +135,56 @@ def _decoder(model: Tree, layers: list[Tree]) -> tuple[ModelSizes, list[str]]:
     fields: dict[str, Any] = {"layers": len(layers), "width": model["dim"]}
     unlike: list[str] = []
     attention = layers[0]["attention"]
-    if any(layer["attention"] != attention for layer in layers):
+    windows = _windows([layer["attention"].get("sliding_window_size") for layer in layers])
+    if windows is None or any(_alike(x["attention"]) != _alike(attention) for x in layers):
         unlike.append("layers whose attention differs")
-    fields |= _attention(attention, unlike)
+    fields |= _attention(attention, unlike) | (windows or {})
     if plain is not None:
         fields["hidden"] = plain["feed_forward"]["w1"]["out_features"]
     if mixed is not None:
         if dense and any(not layer.get("moe") for layer in layers[dense:]):
             unlike.append("layers without experts between the others")
         fields.setdefault("hidden", mixed["moe"]["routed_experts"]["inner_experts"]["hidden_dim"])
-        fields["experts"] = _experts(mixed["moe"])
+        fields["experts"] = experts = _experts(mixed["moe"])
+        if "clamp" in experts.fields:
+            fields["activation"] = "quick_gelu"
         if dense:
             fields["dense_layers"] = dense
     fields["vocab"] = model["vocab_size"]
     fields["length"] = (
         attention["rope"].get("max_context_length") or attention["rope"]["max_seq_len"]
     )
+    if further := len(model.get("mtp_layers") or ()):
+        fields["mtp"] = further
     if model["norm"]["eps"] != 1e-5:
         fields["eps"] = model["norm"]["eps"]
     if model.get("enable_weight_tying"):
         fields["tied"] = True
     return ModelSizes(fields), unlike
+
+
+def _alike(tree: Any) -> Any:
+    """Return a tree without the tokens that its attention may attend to, and without how its products are quantized."""
+    if isinstance(tree, list):
+        return [_alike(part) for part in tree]
+    if not isinstance(tree, Mapping):
+        return tree
+    alike = {
+        k: _alike(v)
+        for k, v in tree.items()
+        if k not in ("window_size", "sliding_window_size", TORCHAO)
+    }
+    return {**alike, "__class__": ""} if _kind(tree).endswith("Linear") else alike
+
+
+def _windows(sizes: list[int | None]) -> dict[str, Any] | None:
+    """Return the fields of layers with these windows: all but every n-th one have the same; None for other patterns."""
+    window = next((size for size in sizes if size is not None), None)
+    if window is None:
+        return {}
+    every = sizes.index(None) + 1 if None in sizes else 1
+    pattern = [window if every == 1 or (k + 1) % every else None for k in range(len(sizes))]
+    return {"window": window, "window_every": every} if sizes == pattern else None
 
 
 def _attention(tree: Tree, unlike: list[str]) -> dict[str, Any]:
@@ -172,8 +204,15 @@ def _attention(tree: Tree, unlike: list[str]) -> dict[str, Any]:
             fields["head_dim"] = tree["head_dim"]
         if tree.get("qk_norm"):
             fields["qk_norm"] = True
-        if any(part.get("bias") for part in _trees(tree)):
-            unlike.append("biases of attention")
+        if (
+            "sliding_window_size" in tree
+        ):  # of GPT-OSS, which has sinks without a field that says so
+            fields |= {"sinks": True, "attention": "math"}
+        biases = {bool(part["bias"]) for part in _trees(tree) if "bias" in part}
+        if len(biases) > 1:
+            unlike.append("biases of some products of attention")
+        elif biases == {True}:
+            fields["attention_bias"] = "all"
     theta = tree["rope"]["theta"]
     if theta != 500_000.0:
         fields["theta"] = theta
@@ -189,6 +228,8 @@ def _experts(moe: Tree) -> ModelSizes:
     }
     if moe.get("shared_experts"):
         fields["shared_hidden"] = moe["shared_experts"]["w1"]["out_features"]
+    if "swiglu_limit" in experts:  # products of GPT-OSS, which have biases, and so has its router
+        fields |= {"bias": True, "clamp": experts["swiglu_limit"]}
     if router["score_func"] != "softmax":
         fields["score"] = router["score_func"]
     if not router["route_norm"]:

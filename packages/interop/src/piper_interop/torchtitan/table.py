@@ -64,7 +64,7 @@ TABLE: OptionTable = {
     "training.gc_debug": Ignored("for debugging"),
     "loss": (
         Unsupported(
-            "this loss", "give a recipe with cross-entropy", ("ChunkedLossWrapper", "CrossEntropyLoss", None)
+            "this loss", "give a recipe with cross-entropy", ("ChunkedLossWrapper", "CrossEntropyLoss", "MTPLoss", None)
         ),
         Mapped("cross-entropy"),
     ),
@@ -72,7 +72,7 @@ TABLE: OptionTable = {
     "loss.loss_fn": Mapped("cross-entropy"),
     "loss.loss_fn.*": Ignored("facts of the vocabulary"),
     "loss.global_vocab_size": Ignored("facts of the vocabulary"),
-    "loss.mtp_scale": Ignored("the weight of a loss"),
+    "loss.mtp_scale": Mapped("mtp_weight"),
     "optimizer": Mapped("AdamW"),
     "optimizer.param_groups": Mapped("AdamW and its learning rate"),
     "optimizer.implementation": Nearest(
@@ -94,7 +94,9 @@ TABLE: OptionTable = {
     "model.other": Unsupported(
         "a model with these parts", "write a FILE.py whose `job` builds torchtitan's own module, and plan that"
     ),
-    "model.mtp": Unsupported("multi-token prediction", "give a recipe without mtp_layers"),
+    "model.sinks": Nearest(
+        "attention with sinks is written out", "predicted too slow, with the scores of all tokens kept"
+    ),
     "model.dispatcher": (
         Nearest(
             "tokens go to experts by an all-to-all of rows",
