@@ -295,6 +295,15 @@ def test_float8_is_that_of_torchao(tmp_path):
         recipe = "rowwise_with_gw_hp" if wide else "rowwise"
         assert found.float8 == Float8Layers(recipe, ("*",) if head else ("layers.*",))
         assert not found.notes
+        if head:
+            chunks = {
+                "__class__": "torchtitan.loss.ChunkedLossWrapper.Config",
+                "num_chunks": 8,
+                "loss_fn": {"__class__": "torchtitan.loss.CrossEntropyLoss.Config"},
+            }
+            tiled = imported(tmp_path, tree=quantised(model(), head, wide), loss=chunks)
+            assert (tiled.float8, tiled.loss_tiles) == (Float8Layers(recipe, ("layers.*",)), 8)
+            assert "the head, whose loss is in tiles" in tiled.notes[0]
         notes = export_job("torchtitan", found).notes
         assert any(f'Float8LinearConverter.Config(recipe_name="{recipe}")' in n for n in notes)
     with pytest.raises(JobError, match="float8 by the recipe blockwise; the nearest is rowwise"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -56,6 +57,12 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
     judgement = judge(foreign, TABLE, asked.stand_ins, asked.skip_unknown)
     recompute, how = _recompute(foreign)
     notes += [line.text for line in (*judgement.stand_ins, *judgement.nearest)]
+    tiles, float8 = _tiles(foreign, length // layout.cp), foreign.facts.get("float8")
+    if float8 is not None and tiles > 1 and "*" in float8.modules:
+        float8 = replace(float8, modules=("layers.*",))
+        notes.append(
+            "the head, whose loss is in tiles, is in bfloat16, not float8: predicted too slow"
+        )
     parameters = foreign.facts["parameters"]
     params, compute = foreign["training.dtype"], foreign["training.mixed_precision_param"]
     mixed = layout.zero or layout.replicas == layout.devices
@@ -80,13 +87,13 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         accumulate=accumulate,
         optim_on_host=float(_on_host(foreign, layout)),
         params_on_host=_on_host(foreign, layout),
-        float8=foreign.facts.get("float8"),
+        float8=float8,
         clip_norm=float(norm) if norm else None,
         lr=_rate(foreign),
         parameters=parameters if isinstance(parameters, int) else None,
         stack=_stack(foreign),
         notes=(*notes, *how),
-        loss_tiles=_tiles(foreign, length // layout.cp),
+        loss_tiles=tiles,
         origins=_origins(foreign),
     )
 
