@@ -200,9 +200,9 @@ HEAD = """# Gathers of a step, beside torch's
 Parameters of which each rank keeps a part (`replicate(zero=3)`) are gathered before they are used. Here are the gathers
 of a step on the device that has most of them, in stages: four devices, 16 microbatches, 8 layers per stage. A bucket is
 a layer, so a gather of ours is an eighth of a stage. torch's pipeline runtime gathers whole stages
-(`_add_unshard_reshard` with as many active stages as are held here), and counts the weight gradient as a use; ours does
-not need parameters there. Both hold the same number of bytes at most, so torch gets an overlapped pair one after the
-other; ours has its layers in turn. torch holds 3 stages by default.
+(`_add_unshard_reshard` with as many active stages as are held here; 3 by default), and counts the weight gradient as a
+use; ours does not need parameters there. Both hold the same number of bytes at most. Rows with equal numbers are left
+out: GPipe, 1F1B, ZB-H1, ZB-H2 and looped BFS, and two chunks per device with 2 stages held.
 
 `python benchmarks/gathers.py` writes this page.
 
@@ -216,6 +216,7 @@ def page(rows: Sequence[Counted]) -> str:
     lines = [
         f"| {r.title} | {r.held} | {r.torch} | {r.ours:g} | {r.ours / r.torch:.2f} |\n"
         for r in rows
+        if r.ours != r.torch
     ]
     return HEAD + "".join(lines)
 

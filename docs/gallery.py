@@ -73,8 +73,7 @@ def number(x: float) -> str:
 
 def section(name: str) -> str:
     recipe = RECIPES[name]
-    facts = [("Formula", recipe.formula), ("Peak", recipe.peak)]
-    facts += [("Legal", recipe.rule), ("Source", recipe.source)]
+    facts = [("Formula", recipe.formula), ("Peak", recipe.peak), ("Source", recipe.source)]
     lines = "\n".join(fill(f"- {k}: {v}", 118, subsequent_indent="  ") for k, v in facts if v)
     picture = f"![{name}](schedules/{name}.png)"
     return f"### {name}\n\n{picture}\n\n{lines}\n"
@@ -93,12 +92,9 @@ The model needs at least as many layers as the recipe has stages. `make gallery`
 
 Every recipe is simulated for p = {pp} devices and m = {microbatches} microbatches, without communication time. One with
 v chunks per device cuts the model into v times as many stages, each of 1/v of the time and memory. Times are in
-forwards of a whole device's share for one microbatch, with F = I = W = 1; memory is in what a device keeps for one
-microbatch at one chunk per device. The *span* bubble is what is idle between a device's first and last instruction:
-what remains in steady training, where the end of a step and the start of the next one overlap.
-
-DualPipe and DualPipeV are drawn with pairs that take F + B. They pay where a pair is faster than that, because one
-half communicates while the other computes.
+forwards of a device's share for one microbatch, with F = I = W = 1; memory is in what a device keeps for one
+microbatch. The *span* bubble, between a device's first and last instruction, is what remains in steady training.
+DualPipe and DualPipeV pay where an overlapped pair takes less than F + B, with which they are drawn.
 
 | recipe | makespan | bubble | of it | span bubble | peak activations (per device) | when to use it |
 |---|---|---|---|---|---|---|
@@ -106,20 +102,19 @@ half communicates while the other computes.
 
 ![All schedules below each other on one axis of time](schedules/all.png)
 
-Blue is a forward, orange a backward in one piece (B), green its input gradient (I), purple its weight gradient (W).
-Numbers are microbatches. A later chunk of a device is paler. A framed cell of two halves is an overlapped pair.
+Blue is F, orange B, green I, purple W, each with its microbatch. A later chunk of a device is paler. A framed cell of
+two halves is an overlapped pair.
 
 ## One by one
 
 Letters: p devices, m microbatches, v chunks per device, group g; F, I, W, B = I + W and O (an overlapped pair) in
-seconds of one chunk. A peak is in activations of a chunk, on device r.
+seconds of one chunk. A peak is in activations of a chunk, on device r. `piper recipes` says which sizes are legal.
 
 {sections}
 ## Schedules of your own
 
-Any order of actions is a schedule: [language.md](language.md#recipes) says how one is written, registered, and read
-from or written to a table of torch.distributed.pipelining. `piper recipes FILE.py` lists those of a file, `piper show
-FILE.py --recipe NAME` draws one, and `piper show FILE.csv` a table, with the durations of `--times`.
+Any order of actions is a schedule ([recipes](language.md#recipes)). `piper recipes FILE.py` lists those of a file,
+`piper show FILE.py --recipe NAME` draws one, and `piper show FILE.csv` a table, with the durations of `--times`.
 """
 
 

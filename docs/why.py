@@ -32,18 +32,16 @@ costs=costs)`).
 
 compare two strategies: of two files, of a file and a saved strategy, or of one file with another value of a
 parameter (`piper.compare(piper.why(a, cluster), piper.why(b, cluster))`). With `--out DIR` the page of the results has
-all of it, and why.json the same for programs; so has the page of a run, of what was predicted for this machine. `piper
-report A B` puts two such folders, or two runs, on one page.
+all of it, and why.json the same for programs. `piper report A B` puts two such folders, or two runs, on one page.
 
 `make gallery` (docs/why.py) writes this page.
 
 ## The critical path
 
-Every instruction starts when the last of what it waits for is there: its predecessor on its stream, the instructions
-that it names, the other ends of its message, its host. Going back from the last instruction of the step, from cause
-to cause, gives a chain of pieces that lie end to end from 0 to the makespan: the critical path. A second saved
-anywhere else saves nothing. Each piece has an owner: compute by phase and stage, a channel (also the latency of its
-messages), or the host of a role.
+Every instruction waits for its predecessor on its stream, the instructions that it names, the other ends of its
+message, and its host. Going back from the last instruction of the step, from cause to cause, gives a chain of pieces
+that lie end to end from 0 to the makespan: the critical path. A second saved anywhere else saves nothing. Each piece
+has an owner: compute by phase and stage, a channel (also the latency of its messages), or the host of a role.
 
 The example has two stages of F = I = W = 1 s, four microbatches, a hop of 0.5 s, and 1F1B ({one_f_one_b}):
 
@@ -73,8 +71,8 @@ Each row of *what if* is a simulation of its own.
 - *One microbatch more* has as many rows as the others, so that the global batch grows. It needs a strategy that is a
   function of a trial, with the number of microbatches among its parameters.
 
-A *sensitivity* is by how many percent the step changes when one constant of the cluster grows by 1 %. Where there are
-measured costs, a duration changes by the factor by which its formula does.
+A *sensitivity* is by how many percent the step changes when one constant of the cluster grows by 1 %. Measured
+durations change by the factor by which their formula does.
 
 ## What it rests on
 
@@ -82,9 +80,9 @@ measured costs, a duration changes by the factor by which its formula does.
 critical path.
 
 Measured costs have a spread (the median absolute deviation of the repeats), and the prediction has an interval from
-it: 100 seeded draws, in which each instruction is drawn on its own, normally distributed with 1.4826 times its spread
-as standard deviation. A second pair of numbers is for a machine that is slower or faster as a whole: all durations one
-spread longer, or shorter, at once. What has no spread (formulas, tables) is held fixed.
+it: 100 seeded draws, each instruction normally distributed with 1.4826 times its spread as standard deviation. A
+second pair of numbers is for a machine that is slower or faster as a whole: all durations one spread longer, or
+shorter, at once. What has no spread (formulas, tables) is held fixed.
 
 ## Two strategies
 

@@ -1,7 +1,9 @@
-"""Write the table of tried models into docs/models.md."""
+"""Write the table of tried models into docs/models.md, and the models that are equal into a CSV file beside it."""
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 BEGIN, END = "<!-- zoo -->", "<!-- end of zoo -->"
+EQUAL_MODELS = "equal_models.csv"
 OUTCOMES = ("equal", "differs", "refused", "failed", "not made")
 EQUAL, NARROW = 1e-9, 2e-5
 """The largest error of a model that is equal, and of one that computes in float32 whatever its parameters are."""
@@ -18,14 +21,15 @@ MOST_OF_A_REASON, MOST_OF_A_LINE = 170, 160
 
 
 def write_table(lines: Sequence[dict[str, Any]], path: Path) -> None:
-    """Replace what stands between the two marks of a page."""
+    """Replace what stands between the two marks of a page, and write the file of equal models beside the page."""
     text = path.read_text()
     before, rest = text.split(BEGIN)
     path.write_text(f"{before}{BEGIN}\n{table(lines)}\n{END}{rest.split(END)[1]}")
+    path.with_name(EQUAL_MODELS).write_text(equal_models(lines))
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
-    """Return counts, the equal models of each library in a row, and a row for each other model."""
+    """Return counts, and a row for each model that is not equal."""
     tried = [line for line in lines if line["outcome"] != "not made"]
     models = {line["model"]: line for line in tried if line["dp"] == 1}
     counts = Counter(outcome(line) for line in models.values())
@@ -37,7 +41,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
         f"{datetime.now(UTC):%d %B %Y}: {len(models)} models, {said}. {len(twice)} of them with two replicas as "
         f"well, {sum(outcome(line) == 'equal' for line in twice)} equal.",
         f"By commit of Piper: {by_commit}.",
-        "A model with * computes in float32 whatever its parameters are.",
+        f"[{EQUAL_MODELS}]({EQUAL_MODELS}) has those that are equal. The others:",
         "",
     ]
     ordered = sorted(
@@ -51,8 +55,6 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     return "\n".join(
         [
             *head,
-            *equal_models([line for line in ordered if outcome(line) == "equal"]),
-            "",
             "| model | outcome | largest error, or the reason |",
             "|---|---|---|",
             *others,
@@ -60,14 +62,16 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def equal_models(ordered: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a row for each library with the names of its models."""
-    names: dict[str, list[str]] = {}
-    for line in ordered:
+def equal_models(lines: Sequence[dict[str, Any]]) -> str:
+    """Return the text of the CSV file: a row for each equal model, and whether it computes in float32."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(("library", "model", "float32 inside"))
+    equal = [line for line in lines if line["dp"] == 1 and outcome(line) == "equal"]
+    for line in sorted(equal, key=lambda line: str(line["model"])):
         library, name = line["model"].split("/", 1)
-        names.setdefault(library, []).append(f"{name}*" if line.get("narrow") else name)
-    rows = (f"| {library} | {'; '.join(models)} |" for library, models in names.items())
-    return ["| library | equal |", "|---|---|", *rows]
+        rows.writerow((library, name, "yes" if line.get("narrow") else ""))
+    return text.getvalue()
 
 
 def outcome(line: dict[str, Any]) -> str:

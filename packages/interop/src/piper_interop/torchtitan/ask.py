@@ -29,7 +29,7 @@ MARK = "piper-ask:"
 @contextmanager
 def newest_device() -> Iterator[None]:
     """Let recipes choose kernels that this machine's device lacks: they are read here, and nothing is run."""
-    utils = importlib.import_module(f"{SYSTEM}.tools.utils")
+    utils: Any = importlib.import_module(f"{SYSTEM}.tools.utils")
     known = getattr(utils, "has_cuda_capability", None)
     utils.has_cuda_capability = lambda major, minor: True
     try:
