@@ -12,7 +12,8 @@ from typing import Any
 
 from piper import models
 from piper.api.problems.job_space import KnownChoices
-from piper.api.problems.spaces import RecipeCall, StrategySpace
+from piper.api.problems.recipe_calls import RecipeCall
+from piper.api.problems.spaces import StrategySpace
 from piper.api.reference.verification import VerificationReport, verify_strategy
 from piper.models import DecoderConfig, Experts, Latent
 from piper_compiler import Strategy, recipes
