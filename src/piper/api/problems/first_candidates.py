@@ -7,13 +7,19 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from piper.api.problems.scale import ROOM
-from piper.api.problems.space_sizes import AXES, KEPT, TILES, SpaceSizes
+from piper.api.problems.scale import KEPT_OF_LAYER, ROOM, of_policy
+from piper.api.problems.space_sizes import KEPT, TILES, SpaceSizes
 
 STAGES_OF_LAYERS = 5
 """The most stages of a device in a first candidate with interleaved ones (Megatron's recipes of Llama have 5)."""
 ROOMY = 2
 """The first candidates of a size of tp that keep as much as has room: another policy, which takes time to capture."""
+
+WIDENED = {
+    "order": "pp", "at": "pp", "pieces": "tp", "beside": "ep",
+    "group": "", "away_tensors": "", "away_prefetch": "", "whole_mb": "",
+}  # fmt: skip
+"""The parameters that usually have one value, each with the axis without which it has no effect; "" for none."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +46,35 @@ class FirstCandidates:
             own = [one for one in ranked if one["tp"] == tp]
             exchanged = [{**one, "attention": "heads"} for one in own if one["cp"] > 1]
             roomy += [*own[:ROOMY], *exchanged[:1]]
-        every = sorted([*self.published(cells), *cells, *roomy], key=self._step_s)
+        made = [*self.published(cells), *cells, *roomy]
+        every = self._widened(sorted(map(self._fitted, made), key=self._step_s))
         return tuple({frozenset(start.items()): start for start in every}.values())
+
+    def _fitted(self, start: dict[str, Any]) -> dict[str, Any]:
+        """Return a start with values that are tried: the first ones in place of others, and of several of a name."""
+        own = {
+            name: values[0]
+            for name, values in self.space.tried.items()
+            if start.get(name) not in values and (name in start or len(values) > 1)
+        }
+        return {**start, **own}
+
+    def _widened(self, every: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the starts, and behind the first one each further value of a parameter that usually has one.
+
+        A value stands in the first start that can have it.
+        """
+        more = []
+        for name, values in self.space.tried.items():
+            axis = WIDENED.get(name, "")
+            able = [s for s in every if not axis or s[axis] > 1] if name in WIDENED else []
+            more += [{**able[0], name: value} for value in values[1:] if able]
+        return [*every[:1], *more, *every[1:]]
 
     def _cells(self) -> Iterator[dict[str, int]]:
         """Yield the sizes of the axes that divide."""
-        every = (dict(zip(AXES, at)) for at in product(*(self.space.sizes[axis] for axis in AXES)))
+        axes = self.space.axes
+        every = (dict(zip(axes, at)) for at in product(*(self.space.sizes[axis] for axis in axes)))
         yield from (at for at in every if not self.space.lacking(at, self.space.rows[0]))
 
     def _step_s(self, start: Mapping[str, Any]) -> float:
@@ -62,7 +91,12 @@ class FirstCandidates:
         own = self.space.scale.own(at)
         zero = 1 if at["pp"] > 1 and self.space.scale.fits_whole(own, self.space.sharing(at)) else 3
         states = {"zero": zero, "resident_mb": 0, "prefetch": 1, "bucket_mb": 100.0}
-        rest = {"keep": "inputs", "schedule": "1f1b", "sequence": True, "attention": "ring"}
+        rest = {
+            "keep": self._policies[-1],
+            "schedule": "1f1b",
+            "sequence": True,
+            "attention": "ring",
+        }
         rest |= {"fold": False, "cut": False, "hybrid": False}
         spared = {"graded": False, "away": 0.0}
         if self.space.is_short(at, tiles=1):
@@ -75,19 +109,25 @@ class FirstCandidates:
         spared["host"] = self.space.are_large(at)
         return {**at, "rows": self.space.rows[0], **rest, **spared, **states}
 
+    @property
+    def _policies(self) -> tuple[str, ...]:
+        """Return the policies of recomputation that are tried, by how much of a layer they keep."""
+        tried = self.space.tried.get("keep", KEPT)
+        return tuple(sorted(tried, key=lambda keep: -of_policy(KEPT_OF_LAYER, keep)))
+
     def _roomy(self, at: Mapping[str, int]) -> dict[str, Any]:
         """Return the choices with which a mesh makes and gathers as little again as its memory has room for."""
         whole = self.space.scale.fits_whole(self.space.scale.own(at), self.space.sharing(at))
         keep = next(
             (
                 keep
-                for keep in KEPT
+                for keep in self._policies
                 if self.space.held_bytes(
                     at, self.space.rows[0], keep=keep, flying=1.0, tiles=1, whole=whole
                 )
                 <= ROOM * self.space.scale.memory_bytes
             ),
-            KEPT[-1],
+            self._policies[-1],
         )
         return {**self._least(at), "keep": keep} | ({"zero": 1} if whole else {})
 

@@ -13,12 +13,14 @@ from piper.api.problems.first_candidates import FirstCandidates
 from piper.api.problems.recipe_calls import RecipeCall, schedule_call
 from piper.api.problems.scale import Scale, divisors, powers
 from piper.api.problems.space_sizes import AXES, KEPT, TILES, Sizes, SpaceSizes
+from piper.api.problems.tried_values import ORDERS, TriedOfJob, tried_values
+from piper.api.problems.uneven_stages import cut_stages
 from piper.api.problems.variants import VariantChoices, skipped
 from piper_compiler import Strategy, recipes
 from piper_ir.ground.errors import TuneError
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.select import ANY, Where, where
-from piper_ir.program.ops import KernelSource
+from piper_ir.program.ops import WITHIN, KernelSource
 from piper_simulator import Cluster
 
 if TYPE_CHECKING:
@@ -45,16 +47,10 @@ SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v")
 """The schedules of pipelines; zbv and dualpipe_v have two stages on each device, interleaved has `chunks`."""
 FEWER_LATER = ("one_f_one_b", "interleaved", "zb_h1")
 """The recipes of schedules under which the later devices of a pipeline have fewer microbatches in flight."""
-CHOICES = (
-    *AXES, "order", "rows", "sequence", "pieces", "attention", "fold", "cut", "schedule", "tiles", "keep", "graded", "away",
-    "host", "zero", "hybrid", "resident_mb",
-)  # fmt: skip
-"""The parameters that may be fixed.
-
-`pieces` of products is 1 where it is not, since each value needs other code of all layers, and `order` is "usual".
-"""
-ORDERS: Mapping[str, tuple[str, ...]] = {"usual": (), "pp_first": ("tp", "cp", "ep", "pp")}
-"""The orders of axes by name: the second has neighbouring stages before replicas, as Megatron's tp-cp-ep-pp-dp."""
+CHUNKED = ("interleaved", "looped_bfs", "interleaved_zb")
+"""The schedules with any number of stages of a device."""
+CUTS = {True: "tp"}
+"""The axes of a value of `cut` that is not their names."""
 STATES = ("optim", "grads", "params")
 """The states of `replicate(shard=)`: zero=n shares the first n."""
 
@@ -67,11 +63,9 @@ class StrategySpace(SpaceSizes):
     skipped, with the reason.
 
     Attributes:
-        fixed: values of parameters that are not tried, by name.
         variants: kernels, precisions and CUDA graphs that are tried; none if they are not asked for.
     """
 
-    fixed: Mapping[str, Any] = field(default_factory=dict)
     variants: VariantChoices = field(default_factory=VariantChoices)
 
     def __call__(self, trial: Any) -> Strategy:
@@ -85,7 +79,7 @@ class StrategySpace(SpaceSizes):
 
     def chosen(self, trial: Any) -> tuple[Mesh, list[RecipeCall]]:
         """Return the mesh of a trial, and the recipes that make its strategy."""
-        at = {axis: self._choice(trial, axis, self.sizes[axis]) for axis in AXES}
+        at = {axis: self._choice(trial, axis, self.sizes[axis]) for axis in self.axes}
         rows = self._choice(trial, "rows", self.rows)
         if text := self.lacking(at, rows):
             trial.skip(text)
@@ -110,11 +104,12 @@ class StrategySpace(SpaceSizes):
         zero = self._zero(trial, at)
         groups = self._groups(trial, at, zero)
         calls += self._replicated(trial, at, zero, groups)
-        if self.are_large(at) and self._choice(trial, "host", (False, True)):
-            calls.append(RecipeCall("offload", {"selection": where(), "tensors": "optim"}))
+        calls += self._hosted(trial, at, zero)
         sizes = {axis: size for axis, size in at.items() if size > 1}
-        inner = ORDERS[self._choice(trial, "order", ("usual",))]
-        return Mesh(**sizes, dp=replicas // at["ep"] // groups, rep=groups, order=inner), calls
+        order = ORDERS[self._choice(trial, "order", ("usual",))]
+        inner = [axis for axis in order if axis != "etp" or axis in sizes]
+        dp = replicas // self.sharing_experts(at) // groups
+        return Mesh(**sizes, dp=dp, rep=groups, order=inner), calls
 
     @property
     def starts(self) -> tuple[dict[str, Any], ...]:
@@ -130,29 +125,53 @@ class StrategySpace(SpaceSizes):
         if pp == 1:
             return RecipeCall("one_f_one_b", how)
         schedule = self._choice(trial, "schedule", SCHEDULES)
-        if schedule == "interleaved":
+        if schedule in CHUNKED:
             most = max(2, min(MOST_CHUNKS, self.layers // pp))
-            how["chunks"] = trial.suggest_int("chunks", 2, most)
-        call = schedule_call("one_f_one_b" if schedule == "1f1b" else schedule, **how)
+            how["chunks"] = self._number(trial, "chunks", 2, most)
+        name = "one_f_one_b" if schedule == "1f1b" else schedule
+        call = schedule_call(name, **how)
         stages = recipes.stages_of(call.directives) or 1
         if stages > self.layers:
             trial.skip(f"{self.layers} layers do not fill {stages} stages")
-        return call
+        at = self._choice(trial, "at", ("even",))
+        if at == "even":
+            return call
+        try:
+            return schedule_call(name, **how, at=cut_stages(at, self.layers, stages))
+        except TuneError as error:
+            trial.skip(str(error))
+            raise
 
     def _shared_experts(
         self, trial: Any, at: Mapping[str, int], tokens_over: Sequence[str]
     ) -> RecipeCall:
         """Return how devices share experts: along ep alone, or also along the axes that share the tokens of a row.
 
-        Along tp they may cut each expert instead.
+        Along tp or cp they may cut each expert instead, and along etp.
         """
         over = (*tokens_over, "ep")
         may = self.dropless and tokens_over and not self.experts % prod(at[axis] for axis in over)
         folded = may and self._choice(trial, "fold", (False, True))
-        if folded or not (self.dropless and "tp" in tokens_over):
-            return RecipeCall("expert_parallel", {"over": over} if folded else {})
-        cut = self._choice(trial, "cut", (False, True))
-        return RecipeCall("expert_parallel", {"hidden": "tp"} if cut else {})
+        how: dict[str, Any] = {"over": over} if folded else {}
+        hidden = () if folded or not self.dropless else self._cut(trial, tokens_over)
+        if at.get("etp", 1) > 1:
+            hidden = (*hidden, "etp")
+        if hidden:
+            how["hidden"] = hidden[0] if len(hidden) == 1 else hidden
+        if self._choice(trial, "beside", (False,)):
+            how["beside"] = True
+        return RecipeCall("expert_parallel", how)
+
+    def _cut(self, trial: Any, tokens_over: Sequence[str]) -> tuple[str, ...]:
+        """Return the axes among those that share tokens along which each expert is cut."""
+        values = self.tried.get("cut", (False, True))
+        axes = {value: tuple(CUTS.get(value, value).split("+")) for value in values if value}
+        if not any(set(named) <= set(tokens_over) for named in axes.values()):
+            return ()
+        chosen = axes.get(self._choice(trial, "cut", values), ())
+        if missing := [axis for axis in chosen if axis not in tokens_over]:
+            trial.skip(f"experts are cut over axes that share tokens, and {missing[0]} shares none")
+        return chosen
 
     def _kept(
         self, trial: Any, at: Mapping[str, int], rows: int, stages: RecipeCall
@@ -160,33 +179,61 @@ class StrategySpace(SpaceSizes):
         """Yield policies of recomputation, tiles of the loss and offloads: less memory for more compute or messages.
 
         Tiles of the loss, and tensors that wait on the host, are asked for only where memory is short with all of a
-        layer made again; policies by stage only where the sizes of one microbatch let the last devices keep more.
+        layer made again; policies by stage only where the sizes of one microbatch let the last devices keep more. Values
+        that a user gives for these are tried anywhere.
         """
         tiles = 1
-        if self.is_short(at, tiles=1) and self.tiled(at):
+        if "tiles" in self.tried or (self.is_short(at, tiles=1) and self.tiled(at)):
             tiles = self._choice(trial, "tiles", (1, TILES))
+        if tiles > 1 and not self.tiled(at, tiles):
+            trial.skip(f"{tiles} tiles of the loss do not divide the tokens of a device")
         if tiles > 1:
             yield RecipeCall("tile_loss", {"tiles": tiles})
         keep = self._choice(trial, "keep", KEPT)
+        group = 1 if keep == KEPT[0] else self._choice(trial, "group", (1,))
+        if group > 1 and WITHIN in keep:
+            trial.skip(
+                f"a group of {group} layers makes whole layers again, and keep={keep!r} parts of them"
+            )
+        more = {"group": group} if group > 1 else {}
         if self._may_grade(at, rows, keep, stages, tiles) and self._choice(
             trial, "graded", (False, True)
         ):
-            more, number = KEPT[KEPT.index(keep) - 1], recipes.stages_of(stages.directives) or 1
+            next_one, number = KEPT[KEPT.index(keep) - 1], recipes.stages_of(stages.directives) or 1
             later = [stage % at["pp"] >= at["pp"] // 2 for stage in range(number)]
-            yield RecipeCall("recomputation", {"keep": tuple(more if k else keep for k in later)})
-        elif keep != "all":
-            yield RecipeCall("recompute", {"selection": self._layers, "keep": keep})
-        if self.is_short(at, tiles) and (part := self._choice(trial, "away", PARTS_AWAY)):
-            number = round(self.layers * part)
+            policies = tuple(next_one if k else keep for k in later)
+            yield RecipeCall("recomputation", {"keep": policies, **more})
+        elif keep != KEPT[0]:
+            yield RecipeCall("recompute", {"selection": self._layers, "keep": keep, **more})
+        away = "away" in self.tried or self.is_short(at, tiles)
+        if away and (part := self._choice(trial, "away", PARTS_AWAY)):
+            number = max(1, round(self.layers * part))
             first = where(layer=range(number)) if number < self.layers else self._layers
-            yield RecipeCall("offload", {"selection": first})
+            tensors = self._choice(trial, "away_tensors", ("all",))
+            ahead = self._choice(trial, "away_prefetch", (1,))
+            waits = {"prefetch": ahead} if ahead != 1 else {}
+            waits |= {"tensors": tensors} if tensors != "all" else {}
+            yield RecipeCall("offload", {"selection": first, **waits})
+
+    def _hosted(self, trial: Any, at: Mapping[str, int], zero: int) -> Iterator[RecipeCall]:
+        """Yield the optimizer on the host, or all states: where they are large, or a user gives values for it."""
+        if "host" in self.tried or self.are_large(at):
+            if hosted := self._choice(trial, "host", (False, True)):
+                tensors = "optim" if hosted is True else hosted
+                if tensors == "states" and zero in (1, 2):
+                    trial.skip(
+                        f"parameters on the host are shared as the optimizer's states, and zero={zero}"
+                    )
+                yield RecipeCall("offload", {"selection": where(), "tensors": tensors})
 
     def _may_grade(
         self, at: Mapping[str, int], rows: int, keep: str, stages: RecipeCall, tiles: int
     ) -> bool:
         """Return whether memory is short, and later devices may keep by the next policy, and the first may not."""
-        if at["pp"] == 1 or keep == KEPT[0] or stages.name not in FEWER_LATER:
+        if at["pp"] == 1 or keep not in KEPT[1:] or stages.name not in FEWER_LATER:
             return False
+        if "graded" in self.tried:
+            return True
         if not self.is_short(at, tiles=1):
             return False
         more = KEPT[KEPT.index(keep) - 1]
@@ -206,7 +253,8 @@ class StrategySpace(SpaceSizes):
 
         The replicas of a node are those along dp: the ranks along tp, cp and ep lie between them.
         """
-        apart, own = at["tp"] * at["cp"] * at["ep"], self.replicas(at) // at["ep"]
+        sharers = self.sharing_experts(at)
+        apart, own = at["tp"] * at["cp"] * sharers, self.replicas(at) // sharers
         inside = self.scale.per_node // apart
         divided = inside > 1 and not self.scale.per_node % apart and not own % inside
         if not zero or not divided or own == inside:
@@ -220,15 +268,23 @@ class StrategySpace(SpaceSizes):
         replicas = self.replicas(at)
         if replicas == 1 and not zero:  # the devices along cp have the same rows
             return
-        over = tuple(axis for axis in ("dp", "ep", "cp") if axis == "dp" or at[axis] > 1)
+        over = tuple(
+            axis for axis in ("dp", "ep", "etp", "cp") if axis == "dp" or at.get(axis, 1) > 1
+        )
         how: dict[str, Any] = {"over": over, "zero": zero}
         if groups > 1:
             how = {"over": (*over, "rep"), "shard": dict.fromkeys(STATES[:zero], over)}
         # In tenths: a file for people has this number.
-        how["bucket_mb"] = round(trial.suggest_float("bucket_mb", 25.0, 800.0, log=True), 1)
+        how["bucket_mb"] = (
+            self._choice(trial, "bucket_mb", ())
+            if "bucket_mb" in self.tried
+            else round(trial.suggest_float("bucket_mb", 25.0, 800.0, log=True), 1)
+        )
         if zero == 3:
-            how["prefetch"] = trial.suggest_int("prefetch", 1, 2)
+            how["prefetch"] = self._number(trial, "prefetch", 1, 2)
             how["resident_mb"] = self._choice(trial, "resident_mb", (0, "step"))
+            if whole_mb := self._choice(trial, "whole_mb", (0,)):
+                how["whole_mb"] = whole_mb
         yield RecipeCall("data_parallel", how)
 
     @property
@@ -237,9 +293,16 @@ class StrategySpace(SpaceSizes):
         return where(layer=ANY) if self.layers else where()
 
     def _choice(self, trial: Any, name: str, choices: Sequence[Any]) -> Any:
-        if name in self.fixed:
-            return self.fixed[name]
-        return choices[0] if len(choices) == 1 else trial.suggest_categorical(name, choices)
+        values = self.tried.get(name, choices)
+        return values[0] if len(values) == 1 else trial.suggest_categorical(name, values)
+
+    def _number(self, trial: Any, name: str, least: int, most: int) -> int:
+        number: int = (
+            self._choice(trial, name, ())
+            if name in self.tried
+            else trial.suggest_int(name, least, most)
+        )
+        return number
 
 
 def space(
@@ -249,7 +312,7 @@ def space(
     kernels: KernelSource | Sequence[KernelSource] | None = None,
     precision: str | Sequence[str] | None = None,
     cuda_graph: bool | Sequence[bool] | None = None,
-    **fixed: Any,
+    **given: Any,
 ) -> StrategySpace:
     """Return the space of a job's strategies on a cluster, for `piper.tune`.
 
@@ -265,37 +328,34 @@ def space(
             by the job's recipe or "tensorwise") or "fp8:RECIPE".
         cuda_graph: False, True or both. These three are asked for only if they are given: plans are eager, in the job's
             precision and without CUDA graphs else.
-        fixed: Choices that are not tried, by name, of `CHOICES`.
+        given: Values of a parameter of `PARAMETERS`, by name, tried in place of the usual ones; a single one fixes it.
 
-    Raises TuneError for an unknown name, and for a variant that no plan can have, and JobError or CaptureError for a
-    job that cannot be traced.
+    Raises TuneError for an unknown name, and for a value or a variant that no plan can have, and JobError or
+    CaptureError for a job that cannot be traced.
     """
     variants = VariantChoices.asked(kernels=kernels, precision=precision, cuda_graph=cuda_graph)
     target = chosen_cluster(cluster)
     if target is None:
         raise TuneError("space: a cluster is needed, by its name such as 'h100x8*16', or a Cluster")
-    if unknown := [name for name in fixed if name not in CHOICES]:
-        names = ", ".join((*CHOICES, *vars(variants)))
-        raise TuneError(f"space({unknown[0]}=...): accepted are {names}")
-    if (named := fixed.get("order", "usual")) not in ORDERS:
-        raise TuneError(f"space(order={named!r}): accepted are {', '.join(ORDERS)}")
+    tried = tried_values(given, vars(variants))
     if variants:
         variants.check(job, target)
     traced = traced_job(job)
     layers = len({c.coords["layer"] for c in traced.outline.chunks if "layer" in c.coords})
     devices, tokens = target.devices, job.tokens_per_row or 0
     experts = _experts(traced)
+    TriedOfJob(job, traced, devices, layers, experts).check(tried)
     sizes = {
         "tp": powers(devices, min(target.per_node, MOST_TP)),
         "cp": powers(devices, min(MOST_CP, max(1, tokens // LEAST_TOKENS))),
         "pp": tuple(n for n in divisors(devices, MOST_STAGES) if n <= max(layers, 1)),
     }
-    sizes |= {axis: (fixed[axis],) for axis in AXES if axis in fixed}
+    sizes |= {axis: tuple(sorted(tried[axis])) for axis in (*AXES, "etp") if axis in tried}
     scale = Scale.of(traced, tokens, target)
-    if "ep" not in fixed:
+    if "ep" not in sizes:
         sizes["ep"] = _expert_sizes(gcd(devices, experts), devices, max(sizes["pp"]), scale)
-    rows = (fixed["rows"],) if "rows" in fixed else divisors(job.global_batch, MOST_ROWS)
-    rest = {name: value for name, value in fixed.items() if name not in (*AXES, "rows")}
+    rows = tuple(sorted(tried.get("rows", divisors(job.global_batch, MOST_ROWS))))
+    rest = {name: values for name, values in tried.items() if name not in (*sizes, "rows")}
     tiles = bool(tokens) and traced.has_cross_entropy
     return StrategySpace(
         devices, job.global_batch, layers, sizes, rows, scale, experts, traced.dropless, tiles, rest, variants
