@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -15,11 +15,20 @@ STAGES_OF_LAYERS = 5
 ROOMY = 2
 """The first candidates of a size of tp that keep as much as has room: another policy, which takes time to capture."""
 
-WIDENED = {
-    "order": "pp", "at": "pp", "pieces": "tp", "beside": "ep",
-    "group": "", "away_tensors": "", "away_prefetch": "", "whole_mb": "",
-}  # fmt: skip
-"""The parameters that usually have one value, each with the axis without which it has no effect; "" for none."""
+
+def _along(axis: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda start: bool(start[axis] > 1)
+
+
+WIDENED: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
+    **dict.fromkeys(("order", "at"), _along("pp")),
+    "pieces": _along("tp"),
+    "beside": _along("ep"),
+    "group": lambda start: start["keep"] != "all",
+    **dict.fromkeys(("away_tensors", "away_prefetch"), lambda start: start["away"] > 0),
+    "whole_mb": lambda start: start["zero"] == 3,
+}
+"""The parameters that usually have one value, each with the starts in which another one has an effect."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +75,8 @@ class FirstCandidates:
         """
         more = []
         for name, values in self.space.tried.items():
-            axis = WIDENED.get(name, "")
-            able = [s for s in every if not axis or s[axis] > 1] if name in WIDENED else []
-            more += [{**able[0], name: value} for value in values[1:] if able]
+            able = next(filter(WIDENED[name], every), None) if name in WIDENED else None
+            more += [{**able, name: value} for value in values[1:] if able is not None]
         return [*every[:1], *more, *every[1:]]
 
     def _cells(self) -> Iterator[dict[str, int]]:

@@ -179,8 +179,8 @@ class StrategySpace(SpaceSizes):
         """Yield policies of recomputation, tiles of the loss and offloads: less memory for more compute or messages.
 
         Tiles of the loss, and tensors that wait on the host, are asked for only where memory is short with all of a
-        layer made again; policies by stage only where the sizes of one microbatch let the last devices keep more. Values
-        that a user gives for these are tried anywhere.
+        layer made again; policies by stage only where the sizes of one microbatch let the last devices keep more.
+        Values that a user gives for these are tried anywhere.
         """
         tiles = 1
         if "tiles" in self.tried or (self.is_short(at, tiles=1) and self.tiled(at)):

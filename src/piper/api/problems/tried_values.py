@@ -12,7 +12,7 @@ from piper.api.captures.capturing import rewritten
 from piper.api.compiling.compiling import compile
 from piper.api.problems.space_sizes import AXES, KEPT
 from piper.api.problems.uneven_stages import ACCEPTED, counted, is_cut
-from piper_compiler import Strategy, capture_request, recipes, recompute
+from piper_compiler import Strategy, capture_request, recipes, recompute, shard
 from piper_ir.ground.errors import PiperError, TuneError
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.select import ANY, where
@@ -154,6 +154,8 @@ class TriedOfJob:
             return f"the divisors of {self.job.global_batch} rows of a step"
         if name == "pp" and value > max(self.layers, 1):
             return f"as many stages as the model has layers, {self.layers}"
+        if name == "ep" and value > 1 == self.experts:
+            return "1 alone, since the model has no experts"
         if name == "ep" and self.experts % value:
             return f"the divisors of {self.experts} experts of a layer"
         if name in OF_EXPERTS and value != OF_EXPERTS[name] and not self.traced.dropless:
@@ -174,13 +176,14 @@ class TriedOfJob:
             layers = where(layer=ANY) if self.layers else where()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a search gives the model's own warnings
-                compile(self.job, Strategy(Mesh(), (recompute(layers, keep=value),)))
+                compile(self.job, Strategy(Mesh(), (recompute(layers, keep=value, site=""),)))
         if (name == "beside" and value) or (name == "etp" and value > 1):
             sharers = next(n for n in range(2, self.experts + 1) if not self.experts % n)
-            how = {"beside": True} if name == "beside" else {"hidden": "etp"}
+            how: dict[str, Any] = {"beside": True} if name == "beside" else {"hidden": "etp"}
             mesh = Mesh(ep=sharers, etp=value if name == "etp" else 1)
-            asked = recipes.expert_parallel(**how)
-            rewritten(self.traced, capture_request(mesh, asked, self.traced.outline), 1)
+            experts = where(experts=ANY)
+            asked = shard(experts, over="ep", index="experts", stream="rows", site="", **how)
+            rewritten(self.traced, capture_request(mesh, (asked,), self.traced.outline), 1)
 
 
 def _refused(name: str, value: object, accepted: str) -> TuneError:
