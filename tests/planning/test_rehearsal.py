@@ -65,6 +65,7 @@ def test_a_mixture_of_experts():
     assert rehearse(MIXTURE, chosen(), space(experts=True, ep=8)).equal
 
 
+@pytest.mark.long
 def test_values_of_a_user_are_rehearsed():
     """Replicas along rep and etp have rows of their own, and boundaries of stages are of the model, not of the twin."""
     tried = {"hybrid": (True,), "host": ("states",), "at": ("last-2",), "group": (2,), "etp": (2,)}

@@ -17,7 +17,7 @@ from piper.api.problems.recipe_calls import RecipeCall
 from piper.api.problems.spaces import StrategySpace
 from piper.api.problems.tried_values import PARAMETERS
 from piper.planning.written import PLANNED
-from piper_autotune.space.space import SkippedError
+from piper_autotune.space.space import SkippedError, space_key
 from piper_ir.ground.errors import TuneError
 from tests.helpers.cases import each_case
 from tests.helpers.command_line import command
@@ -80,10 +80,11 @@ def drawn(space: StrategySpace, number: int) -> list[tuple[dict[str, Any], piper
             {"ep": 2, "etp": 2, "tp": 2, "sequence": True, "fold": False, "cut": True, "beside": True, "zero": 1},
             ["hidden=('tp', 'etp'), beside=True", "over=('dp', 'ep', 'etp'), zero=1"],
         ),
-        (
+        pytest.param(
             dropless,
             {"ep": 2, "cp": 2, "cut": "cp", "fold": False, "attention": "heads", "zero": 1},
             ["hidden='cp'"],
+            marks=pytest.mark.long,
         ),
     ],
     ids=["stages", "states", "experts", "experts cut over cp"],
@@ -127,6 +128,13 @@ def test_a_sequence_is_tried_and_nothing_else(make: Any, wide: dict[str, Any]) -
     assert further and space.starts.index(further[0]) < len(WIDE), "early, in one that can have it"
     asked = {name for params, _ in drawn(usual, 100) for name in params}
     assert asked and not asked & USUAL_ALONE, "searches without values are as they were"
+
+
+def test_a_storage_tells_spaces_apart() -> None:
+    """A study of other values has other choices under the same names, which Optuna refuses."""
+    given: list[dict[str, Any]] = [{}, {"at": ("even", "cost")}, {"at": "cost"}, {"tp": 2}, {}]
+    keys = [space_key(piper.space(llama(), CLUSTER, **values)) for values in given]
+    assert len({*keys}) == 4 and keys[0] == keys[-1]
 
 
 @each_case(
