@@ -58,7 +58,7 @@ def tried_parameters(params: Sequence[str] | None) -> dict[str, Any]:
     from piper.api.problems.tried_values import PARAMETERS
 
     tried: dict[str, Any] = {}
-    for name, text in pairs(params).items():
+    for name, text in pairs(params, several="tried by `").items():
         if name not in PARAMETERS:
             raise JobError(f"-p {name}={text}: the parameters are {', '.join(PARAMETERS)}")
         tried[name] = []
