@@ -38,7 +38,7 @@ def _of(function: Any) -> list[object]:
 
 
 def _held(value: object) -> Iterator[object]:
-    """Yield the plain values of a dataclass's fields, with the names of fields and of what mappings have."""
+    """Yield the plain values of a dataclass's fields, with the names of fields and the keys of mappings."""
     if _plain(value):
         yield value
     elif isinstance(value, Mapping):
