@@ -15,7 +15,8 @@ from typing import Any
 import piper
 from benchmarks.measure import cpu_seconds
 from piper import models
-from piper.api.problems.spaces import AXES, StrategySpace
+from piper.api.problems.space_sizes import AXES
+from piper.api.problems.spaces import StrategySpace
 from piper.api.problems.tuning_problem import Conditions, problem_of
 from piper_autotune.space.problem import Programs, TuningProblem
 from piper_autotune.space.space import SkippedError

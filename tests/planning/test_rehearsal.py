@@ -31,7 +31,7 @@ def space(experts: bool = False, memory_bytes: int = 10**9, **sizes: int) -> Str
         64,
         512,
         32,
-        {axis: (sizes.get(axis, 1),) for axis in ("tp", "cp", "ep", "pp")},
+        {axis: (sizes.get(axis, 1),) for axis in ("tp", "cp", "ep", "pp", *({"etp"} & {*sizes}))},
         (1,),
         Scale(0, 1, 1, 1024, memory_bytes, 1.0, 1.0, 1.0, 8),
         8 if experts else 1,
@@ -63,6 +63,20 @@ def test_what_saves_memory_is_rehearsed():
 @pytest.mark.long
 def test_a_mixture_of_experts():
     assert rehearse(MIXTURE, chosen(), space(experts=True, ep=8)).equal
+
+
+@pytest.mark.long
+def test_values_of_a_user_are_rehearsed():
+    """Replicas along rep and etp have rows of their own, and boundaries of stages are of the model, not of the twin."""
+    tried = {"hybrid": (True,), "host": ("states",), "at": ("last-2",), "group": (2,), "etp": (2,)}
+    for parts, config, own in (
+        (space(pp=4), LARGE, "pp"),
+        (space(experts=True, ep=2, etp=2), MIXTURE, "etp"),
+    ):
+        parts = replace(parts, tried=tried, dropless=True)
+        report = rehearse(config, chosen(keep="inputs", schedule="1f1b"), parts)
+        axes = {axis for one in report.reports for axis in one.strategy.mesh.axes}
+        assert report.equal and {"rep", own} <= axes
 
 
 def test_four_axes_are_rehearsed_in_pairs():

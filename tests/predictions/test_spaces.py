@@ -18,6 +18,7 @@ import piper
 from benchmarks.planned.tables import draws
 from piper import cli, models
 from piper.api.problems import spaces
+from piper.api.problems.first_candidates import FirstCandidates
 from piper.api.problems.spaces import StrategySpace
 from piper.api.problems.tuning_problem import Conditions, problem_of
 from piper_autotune import NothingFoundError
@@ -141,7 +142,7 @@ def test_a_search_begins_with_meshes_that_keep_as_much_as_has_room() -> None:
     def kept(memory_bytes: float) -> list[set[str]]:
         """The policies of the first candidates beside the published ones, for each size of tp."""
         made = replace(space, scale=replace(space.scale, memory_bytes=memory_bytes))
-        published = [p for least in made.starts for p in made._published([least])]
+        published = [p for least in made.starts for p in FirstCandidates(made).published([least])]
         return [
             {s["keep"] for s in made.starts if s["tp"] == tp and s not in published}
             for tp in space.sizes["tp"]

@@ -54,6 +54,7 @@ class TuneArguments:
     kernels: tried.KernelsTriedOption = None
     precision: tried.PrecisionTriedOption = None
     cuda_graph: tried.GraphsTriedOption = None
+    params: tried.ParametersTriedOption = None
     as_json: flags.AsJsonOption = False
 
 
@@ -87,6 +88,7 @@ class PlanArguments(ForeignJobArguments):
     kernels: tried.KernelsTriedOption = None
     precision: tried.PrecisionTriedOption = None
     cuda_graph: tried.GraphsTriedOption = None
+    params: tried.ParametersTriedOption = None
     rehearse: flags.RehearseOption = False
     seed: flags.SeedOption = 0
     workers: flags.ProcessesOption = 1

@@ -52,6 +52,13 @@ def parameters(ctx: Any, incomplete: str) -> list[str]:
     )
 
 
+def space_parameters(incomplete: str) -> list[str]:
+    """Return NAME= for the parameters of the spaces that `piper plan` and `tune` make."""
+    from piper.api.problems.tried_values import PARAMETERS
+
+    return [f"{name}=" for name in PARAMETERS if f"{name}=".startswith(incomplete)]
+
+
 def _typed_file() -> str | None:
     """Return the FILE.py of the typed line: one that ends in an option without a value is no command yet."""
     line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") or ""

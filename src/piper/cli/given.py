@@ -10,8 +10,15 @@ from piper_ir.ground.errors import JobError
 from piper_ir.tools import json_fields
 
 
-def pairs(params: Sequence[str] | None, flag: str = "-p") -> dict[str, str]:
-    """Return `-p` options by name; raise JobError for one without a name or value, and for a name given twice."""
+def pairs(
+    params: Sequence[str] | None,
+    flag: str = "-p",
+    several: str = "compared by `piper simulate FILE.py ",
+) -> dict[str, str]:
+    """Return `-p` options by name; raise JobError for one without a name or value, and for a name given twice.
+
+    `several` says in that message how several values are given.
+    """
     values: dict[str, str] = {}
     for item in params or []:
         name, equals, value = item.partition("=")
@@ -21,8 +28,8 @@ def pairs(params: Sequence[str] | None, flag: str = "-p") -> dict[str, str]:
             )
         if name in values:
             raise JobError(
-                f"{flag} {name}={values[name]} and {flag} {item}: give {name} once; several values are compared by "
-                f"`piper simulate FILE.py -p {name}={values[name]},{value}`"
+                f"{flag} {name}={values[name]} and {flag} {item}: give {name} once; several values are "
+                f"{several}-p {name}={values[name]},{value}`"
             )
         values[name] = value
     return values

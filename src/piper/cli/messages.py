@@ -35,11 +35,14 @@ ARGUMENTS = (
 
 There, a message about a "cluster" is about Ray's, which is `--address`.
 """
+QUOTES = "\"'"
 PARAMETERS = {"cluster": "address"}
 """The arguments whose option has another name."""
 _CALL = re.compile(
     rf"\b(?:execute|profile|tune|Options|space)\(({'|'.join(ARGUMENTS)}|precision)=(.*?)\)(?=:)"
 )
+_PARAMETER = re.compile(r"\bspace\((\w+)=(.*?)\)(?=:)")
+"""A parameter of a space, which is given by `-p`."""
 _SETTINGS = "|".join(name for name in ARGUMENTS if name not in ("steps", "rows"))
 _SETTING = re.compile(rf"""\b({_SETTINGS})=(["']?)(-?\w[\w:.]*)\2""")
 _NAME = re.compile(
@@ -66,6 +69,7 @@ def in_flags(message: str, options: Container[str] | None = None) -> str:
         return f"--{parameter.replace('_', '-')} {said}".rstrip()
 
     message = _CALL.sub(lambda m: flag(m, m[1], m[2].strip("\"'")), message)
+    message = _PARAMETER.sub(lambda m: f"-p {m[1]}={m[2].strip(QUOTES)}", message)
     message = _SETTING.sub(lambda m: flag(m, m[1], m[3]), message)
     return _NAME.sub(lambda m: flag(m, m[0], ""), message)
 

@@ -1,16 +1,20 @@
-"""Define the options of `piper plan` and `tune` for variants of plans: kernels, precisions and CUDA graphs to try."""
+"""Define the options of `piper plan` and `tune` for the variants of plans and the values to try."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
 
-from piper.cli.completion import one_of
+from piper.cli.completion import one_of, space_parameters
+from piper.cli.given import pairs
 from piper_ir.ground.errors import JobError
 
 GRAPHS = {"off": (False,), "on": (True,), "both": (False, True)}
 """The values that each word for CUDA graphs stands for."""
+TRUTHS = {"true": True, "True": True, "false": False, "False": False}
 
 KernelsTriedOption = Annotated[
     str | None,
@@ -38,6 +42,41 @@ GraphsTriedOption = Annotated[
         help="whether steps are CUDA graphs, or the faster of both",
     ),
 ]
+ParametersTriedOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "-p",
+        metavar="NAME=VALUES",
+        autocompletion=space_parameters,
+        help="a parameter of the strategies that Piper makes (docs/tuning.md): a value fixes it, several with commas are tried",
+    ),
+]
+
+
+def tried_parameters(params: Sequence[str] | None) -> dict[str, Any]:
+    """Return the arguments of `piper.space` for `-p` options; raise JobError for an unknown name or value."""
+    from piper.api.problems.tried_values import PARAMETERS
+
+    tried: dict[str, Any] = {}
+    for name, text in pairs(params, several="tried by `").items():
+        if name not in PARAMETERS:
+            raise JobError(f"-p {name}={text}: the parameters are {', '.join(PARAMETERS)}")
+        tried[name] = []
+        for word in text.split(","):
+            values = [value for value in _read(word) if PARAMETERS[name].takes(value)]
+            if not values:
+                raise JobError(f"-p {name}={word}: accepted are {PARAMETERS[name].accepted}")
+            tried[name].append(values[0])
+    return tried
+
+
+def _read(word: str) -> list[Any]:
+    """Return the values for which a word may stand: numbers, truth values, and itself."""
+    values: list[Any] = []
+    for kind in (int, float, TRUTHS.__getitem__):
+        with suppress(ValueError, KeyError):
+            values.append(kind(word))
+    return [*values, word]
 
 
 def tried_variants(

@@ -146,7 +146,7 @@ def answer(
         max((d.pieces for d in own.directives if isinstance(d, shard)), default=1) if own else 1
     )
     more_pieces: dict[str, Any] = {"pieces": pieces} if pieces > 1 else {}
-    why, searched = "", space(job, cluster, **(tried or {}), **more_pieces)
+    why, searched = "", space(job, cluster, **{**more_pieces, **(tried or {})})
     predict = _Predictor(job, cluster, budget, searched.variants, options or Options())
     mine = None if own is None else predict.own(own)
     try:

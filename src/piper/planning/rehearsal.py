@@ -12,7 +12,8 @@ from typing import Any
 
 from piper import models
 from piper.api.problems.job_space import KnownChoices
-from piper.api.problems.spaces import RecipeCall, StrategySpace
+from piper.api.problems.recipe_calls import RecipeCall
+from piper.api.problems.spaces import StrategySpace
 from piper.api.reference.verification import VerificationReport, verify_strategy
 from piper.models import DecoderConfig, Experts, Latent
 from piper_compiler import Strategy, recipes
@@ -22,6 +23,8 @@ MOST_AXES = 3
 """The axes of a twin's mesh; with two devices along each it has at most eight ranks."""
 OF_AXIS = {"tp": "tensor_parallel", "cp": "context_parallel", "ep": "expert_parallel"}
 """The recipes that are for one axis."""
+REPLICAS = ("dp", "rep", "etp", "ep")
+"""The axes along which devices have rows of their own."""
 STEPS = 2
 
 
@@ -87,7 +90,7 @@ def _twin(
     directives = [directive for call in small for directive in call.directives]
     stages = recipes.stages_of(directives) or 1
     microbatches = next(call.how["microbatches"] for call in small if "microbatches" in call.how)
-    rows = 2 ** len({"dp", "ep"} & set(axes)) * microbatches
+    rows = 2 ** len({*REPLICAS} & set(axes)) * microbatches
     job = models.job(shrunk_model(config, stages), global_batch=rows)
     return verify_strategy(
         job, Strategy(Mesh(tuple((axis, 2) for axis in axes)), directives), steps=STEPS
@@ -99,17 +102,23 @@ def _shrunk(call: RecipeCall, axes: tuple[str, ...]) -> RecipeCall | None:
     if call.name in OF_AXIS.values():
         return call if any(OF_AXIS.get(axis) == call.name for axis in axes) else None
     if call.name == "data_parallel":
-        return call if {"dp", "ep", "cp"} & set(axes) else None
-    if call.name == "offload":
+        return call if {*REPLICAS, "cp"} & set(axes) else None
+    if call.name == "offload" and call.how.get("tensors") not in ("optim", "states"):
         return RecipeCall(call.name, {**call.how, "least_mb": 0})
     if call.name == "recomputation":
         first, last = call.how["keep"][0], call.how["keep"][-1]
-        return RecipeCall(call.name, {"keep": (first, last) if "pp" in axes else (first,)})
+        return RecipeCall(
+            call.name, {**call.how, "keep": (first, last) if "pp" in axes else (first,)}
+        )
     if "pp" not in call.how:
         return call
     if "pp" not in axes:
         return RecipeCall("one_f_one_b", {"pp": 1, "microbatches": 2})
     how = {**call.how, "pp": 2, "microbatches": 4}
+    if isinstance(
+        how.get("at"), tuple
+    ):  # boundaries of other stages: the twin has a layer for each of its own
+        del how["at"]
     if "chunks" in how:
         how["chunks"] = 2
     return RecipeCall(call.name, how)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from piper_ir.program.ops import BESIDE, EVERY, WITHIN
 from piper_simulator import Cluster
 
 if TYPE_CHECKING:
@@ -96,7 +97,9 @@ class Scale:
 
     def own(self, at: Mapping[str, Any]) -> float:
         """Return the parameters of a device, if experts have most of them."""
-        return self.parameters / (int(at["tp"]) * int(at["pp"]) * int(at["ep"]))
+        return self.parameters / (
+            int(at["tp"]) * int(at["pp"]) * int(at["ep"]) * int(at.get("etp", 1))
+        )
 
     def held_bytes(
         self,
@@ -124,7 +127,7 @@ class Scale:
         """
         tokens = rows * self.tokens / (at["tp"] * at["cp"])
         states = self.states(at, sharers, whole=whole)
-        kept = flying * layers * KEPT_OF_LAYER[keep] * self.width
+        kept = flying * layers * of_policy(KEPT_OF_LAYER, keep) * self.width
         again = max(KEPT_OF_LAYER["all"] * self.width, CLASS_BYTES * self.classes / tiles)
         return states + tokens * (kept + again)
 
@@ -142,15 +145,16 @@ class Scale:
     ) -> float:
         """Return seconds of a step, roughly: compute, bubbles, and messages as far as compute does not hide them."""
         tp, cp, ep, pp = (int(choices[axis]) for axis in ("tp", "cp", "ep", "pp"))
+        cut = int(choices.get("etp", 1))
         devices = replicas * tp * cp * pp
         # elements between layers that a device would compute alone, over all layers
         elements = microbatches * int(choices["rows"]) * replicas * self.tokens / devices
-        compute_s = FLOPS[choices["keep"]] * self.parameters * elements / self.flops
+        compute_s = of_policy(FLOPS, choices["keep"]) * self.parameters * elements / self.flops
         elements *= layers * self.width
         inner_s = (
             TOKEN_SHARERS * elements * (tp - 1) / self._rate(tp)
             + KEY_VALUES * elements * (cp - 1) / self._rate(tp * cp)
-            + ROUTED * elements * (ep - 1) / ep / self._rate(tp * cp * ep)
+            + ROUTED * elements * ((ep - 1) / ep + cut - 1) / self._rate(tp * cp * cut * ep)
         )
         moved = self.own(choices) * (
             GATHERED_BYTES * microbatches if choices["zero"] == 3 else UPDATED_BYTES
@@ -169,6 +173,19 @@ class Scale:
         if spanned <= self.per_node:
             return self.inside
         return min(self.inside, self.between * max(1, self.per_node // apart))
+
+
+def of_policy(figures: Mapping[str, float], keep: str) -> float:
+    """Return the figure of a policy of recomputation, in between for every n-th product and for parts of a layer.
+
+    Names of ops count as products.
+    """
+    name, _, modules = keep.partition(BESIDE)[0].partition(WITHIN)
+    base, _, every = name.partition(EVERY)
+    figure = figures.get(base, figures["products"])
+    if every:
+        figure = figures["attention"] + (figure - figures["attention"]) / int(every)
+    return (figure + figures["all"]) / 2 if modules else figure
 
 
 def powers(number: int, most: int) -> tuple[int, ...]:

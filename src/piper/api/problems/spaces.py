@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from itertools import product
 from math import gcd, prod
 from typing import TYPE_CHECKING, Any
 
 from piper.api.captures.capturing import traced_job
 from piper.api.ground.clusters import chosen_cluster
-from piper.api.problems.scale import FULL, ROOM, SHORT, Scale, divisors, powers
+from piper.api.problems.first_candidates import FirstCandidates
+from piper.api.problems.recipe_calls import RecipeCall, schedule_call
+from piper.api.problems.scale import Scale, divisors, powers
+from piper.api.problems.space_sizes import AXES, KEPT, TILES, Sizes, SpaceSizes
+from piper.api.problems.tried_values import ORDERS, TriedOfJob, tried_values
+from piper.api.problems.uneven_stages import cut_stages
 from piper.api.problems.variants import VariantChoices, skipped
-from piper_compiler import Strategy, offload, recipes, recompute, tile_loss
+from piper_compiler import Strategy, recipes
 from piper_ir.ground.errors import TuneError
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.select import ANY, Where, where
-from piper_ir.program.ops import KernelSource
+from piper_ir.program.ops import WITHIN, KernelSource
 from piper_simulator import Cluster
 
 if TYPE_CHECKING:
@@ -38,103 +41,31 @@ LEAST_TOKENS = 2_048
 """The fewest tokens of a row that a device has along cp; of fewer, messages take longer than the compute saved."""
 MOST_CHUNKS = 8
 """The most stages of a device that schedules interleave."""
-KEPT = ("all", "products", "attention", "inputs")
-"""The policies of recomputation, by how much of a layer they keep."""
-TILES = 8
-"""The tiles of tokens in which a large loss is computed, as in torchtitan's recipes."""
 PARTS_AWAY = (0.0, 0.5, 1.0)
 """The parts of the layers, the first ones, whose tensors may wait for their backward in the memory of the host."""
 SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v")
 """The schedules of pipelines; zbv and dualpipe_v have two stages on each device, interleaved has `chunks`."""
 FEWER_LATER = ("one_f_one_b", "interleaved", "zb_h1")
 """The recipes of schedules under which the later devices of a pipeline have fewer microbatches in flight."""
-AXES = ("tp", "cp", "ep", "pp")
-CHOICES = (
-    *AXES, "order", "rows", "sequence", "pieces", "attention", "fold", "cut", "schedule", "tiles", "keep", "graded", "away",
-    "host", "zero", "hybrid", "resident_mb",
-)  # fmt: skip
-"""The parameters that may be fixed.
-
-`pieces` of products is 1 where it is not, since each value needs other code of all layers, and `order` is "usual".
-"""
-ORDERS: Mapping[str, tuple[str, ...]] = {"usual": (), "pp_first": ("tp", "cp", "ep", "pp")}
-"""The orders of axes by name: the second has neighbouring stages before replicas, as Megatron's tp-cp-ep-pp-dp."""
+CHUNKED = ("interleaved", "looped_bfs", "interleaved_zb")
+"""The schedules with any number of stages of a device."""
+CUTS = {True: "tp"}
+"""The axes of a value of `cut` that is not their names."""
 STATES = ("optim", "grads", "params")
 """The states of `replicate(shard=)`: zero=n shares the first n."""
-STAGES_OF_LAYERS = 5
-"""The most stages of a device in a first candidate with interleaved ones (Megatron's recipes of Llama have 5)."""
-
-ROOMY = 2
-"""The first candidates of a size of tp that keep as much as has room: another policy, which takes time to capture."""
-
-Sizes = tuple[int, ...]
-
-
-DIRECTIVES = {"recompute": recompute, "offload": offload, "tile_loss": tile_loss}
-"""The directives that stand beside recipes."""
 
 
 @dataclass(frozen=True)
-class RecipeCall:
-    """Name a recipe of `piper.recipes`, or a directive, and its arguments."""
-
-    name: str
-    how: Mapping[str, Any]
-
-    @cached_property
-    def directives(self) -> Sequence[Any]:
-        """Return the recipe's directives."""
-        if self.name in DIRECTIVES:
-            return (DIRECTIVES[self.name](**self.how),)
-        directives: Sequence[Any] = getattr(recipes, self.name)(**self.how)
-        return directives
-
-    def text(self) -> str:
-        """Return the call as people write it, in a tuple of directives."""
-        arguments = ", ".join(
-            f"{value}" if name == "selection" else f"{name}={value!r}"
-            for name, value in self.how.items()
-        )
-        return f"{'piper.' if self.name in DIRECTIVES else '*recipes.'}{self.name}({arguments})"
-
-
-@lru_cache(maxsize=256)
-def _stages(name: str, **how: int) -> RecipeCall:
-    """Return the call of a schedule, whose directives are made once for all strategies that have it."""
-    return RecipeCall(name, how)
-
-
-@dataclass(frozen=True)
-class StrategySpace:
+class StrategySpace(SpaceSizes):
     """Make a strategy of a trial's choices: `piper.tune(job, piper.space(job, cluster), cluster=cluster)`.
 
     All devices of the cluster are used; the ones that the other axes leave are replicas. Choices that do not divide are
     skipped, with the reason.
 
     Attributes:
-        devices: of the cluster.
-        global_batch: rows of a step.
-        layers: of the model.
-        sizes: the sizes of the axes tp, cp, ep and pp that are tried.
-        rows: the rows of a microbatch that are tried.
-        scale: sizes and rates on which the time of a mesh depends.
-        experts: how many the model has in a layer that axes may share.
-        dropless: whether experts take every token; experts with a capacity need the tokens of whole rows.
-        tiles: whether the loss may be computed in tiles.
-        fixed: values of parameters that are not tried, by name.
         variants: kernels, precisions and CUDA graphs that are tried; none if they are not asked for.
     """
 
-    devices: int
-    global_batch: int
-    layers: int
-    sizes: Mapping[str, Sizes]
-    rows: Sizes
-    scale: Scale
-    experts: int = 1
-    dropless: bool = False
-    tiles: bool = False
-    fixed: Mapping[str, Any] = field(default_factory=dict)
     variants: VariantChoices = field(default_factory=VariantChoices)
 
     def __call__(self, trial: Any) -> Strategy:
@@ -148,11 +79,11 @@ class StrategySpace:
 
     def chosen(self, trial: Any) -> tuple[Mesh, list[RecipeCall]]:
         """Return the mesh of a trial, and the recipes that make its strategy."""
-        at = {axis: self._choice(trial, axis, self.sizes[axis]) for axis in AXES}
+        at = {axis: self._choice(trial, axis, self.sizes[axis]) for axis in self.axes}
         rows = self._choice(trial, "rows", self.rows)
-        if text := self._lacking(at, rows):
+        if text := self.lacking(at, rows):
             trial.skip(text)
-        replicas = self._replicas(at)
+        replicas = self.replicas(at)
         calls: list[RecipeCall] = []
         tokens_over = [axis for axis in ("tp", "cp") if at[axis] > 1]
         if at["tp"] > 1:
@@ -173,138 +104,74 @@ class StrategySpace:
         zero = self._zero(trial, at)
         groups = self._groups(trial, at, zero)
         calls += self._replicated(trial, at, zero, groups)
-        if self._are_large(at) and self._choice(trial, "host", (False, True)):
-            calls.append(RecipeCall("offload", {"selection": where(), "tensors": "optim"}))
+        calls += self._hosted(trial, at, zero)
         sizes = {axis: size for axis, size in at.items() if size > 1}
-        inner = ORDERS[self._choice(trial, "order", ("usual",))]
-        return Mesh(**sizes, dp=replicas // at["ep"] // groups, rep=groups, order=inner), calls
+        order = ORDERS[self._choice(trial, "order", ("usual",))]
+        inner = [axis for axis in order if axis != "etp" or axis in sizes]
+        dp = replicas // self.sharing_experts(at) // groups
+        return Mesh(**sizes, dp=dp, rep=groups, order=inner), calls
 
     @property
     def starts(self) -> tuple[dict[str, Any], ...]:
-        """Return the choices that a search tries first: published layouts, and each mesh in little memory.
-
-        The ones that look fastest by their sizes come first. Some of them are tried in all of the memory, too, and, for
-        each size of tp, one with context parallelism by heads.
-        """
-        sizes = list(self._cells())
-        cells = [self._least(at) for at in sizes]
-        ranked = sorted(map(self._roomy, sizes), key=self._step_s)
-        roomy: list[dict[str, Any]] = []
-        for tp in self.sizes["tp"]:
-            own = [one for one in ranked if one["tp"] == tp]
-            exchanged = [{**one, "attention": "heads"} for one in own if one["cp"] > 1]
-            roomy += [*own[:ROOMY], *exchanged[:1]]
-        every = sorted([*self._published(cells), *cells, *roomy], key=self._step_s)
-        return tuple({frozenset(start.items()): start for start in every}.values())
+        """Return the choices that a search tries first; see `FirstCandidates`."""
+        return FirstCandidates(self).every()
 
     def kind(self, start: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the sizes of tp, cp and pp: starts that differ in other choices are alike."""
         return tuple(int(start[axis]) for axis in AXES if axis != "ep")
-
-    def _cells(self) -> Iterator[dict[str, int]]:
-        """Yield the sizes of the axes that divide."""
-        every = (dict(zip(AXES, at)) for at in product(*(self.sizes[axis] for axis in AXES)))
-        yield from (at for at in every if not self._lacking(at, self.rows[0]))
-
-    def _step_s(self, start: Mapping[str, Any]) -> float:
-        replicas = self._replicas(start)
-        parts = self.global_batch // (replicas * start["rows"])
-        return self.scale.step_s(start, self.layers, parts, replicas)
-
-    def _least(self, at: Mapping[str, int]) -> dict[str, Any]:
-        """Return the choices with which a mesh holds little: states shared, and all of a layer made again.
-
-        Beside stages only the optimizer's states are shared if the others fit: a pipeline with zero=3 gathers all
-        parameters for each microbatch, which is slow, and slow to compile.
-        """
-        own = self.scale.own(at)
-        zero = 1 if at["pp"] > 1 and self.scale.fits_whole(own, self._sharing(at)) else 3
-        states = {"zero": zero, "resident_mb": 0, "prefetch": 1, "bucket_mb": 100.0}
-        rest = {"keep": "inputs", "schedule": "1f1b", "sequence": True, "attention": "ring"}
-        rest |= {"fold": False, "cut": False, "hybrid": False}
-        spared = {"graded": False, "away": 0.0}
-        if self._is_short(at, tiles=1):
-            tiles = TILES if self._tiled(at) else 1
-            spared = {"tiles": tiles, "graded": False, "away": float(self._is_short(at, tiles))}
-        spared["host"] = self._are_large(at)
-        return {**at, "rows": self.rows[0], **rest, **spared, **states}
-
-    def _roomy(self, at: Mapping[str, int]) -> dict[str, Any]:
-        """Return the choices with which a mesh makes and gathers as little again as its memory has room for."""
-        whole = self.scale.fits_whole(self.scale.own(at), self._sharing(at))
-        keep = next(
-            (
-                keep
-                for keep in KEPT
-                if self._held_bytes(at, self.rows[0], keep=keep, flying=1.0, tiles=1, whole=whole)
-                <= ROOM * self.scale.memory_bytes
-            ),
-            KEPT[-1],
-        )
-        return {**self._least(at), "keep": keep} | ({"zero": 1} if whole else {})
-
-    def _published(self, cells: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the layouts that people publish, as far as they divide.
-
-        FSDP alone and with tensor parallelism (torchtitan's recipes of Llama 3), and tensor parallelism beside
-        interleaved stages with optimizer states shared (Megatron-LM, arXiv 2104.04473).
-        """
-        for least in (least for least in cells if least["cp"] == 1):
-            if least["pp"] == 1 and least["tp"] in (1, max(self.sizes["tp"])):
-                for keep, rows in product(("inputs", "attention", "products"), self.rows[:2]):
-                    if not self._lacking(least, rows):
-                        yield {**least, "keep": keep, "rows": rows}
-            own = self.layers // least["pp"]
-            chunks = [n for n in range(2, STAGES_OF_LAYERS + 1) if not own % n]
-            if least["pp"] == 4 and least["tp"] > 1 and chunks:
-                how = {"schedule": "interleaved", "chunks": chunks[-1]}
-                yield {**least, **how, "keep": "attention", "zero": 1}
-
-    def _replicas(self, at: Mapping[str, int]) -> int:
-        return self.devices // (at["tp"] * at["cp"] * at["pp"])
-
-    def _lacking(self, at: Mapping[str, int], rows: int) -> str:
-        """Return why sizes do not go together; "" if they do."""
-        used = at["tp"] * at["cp"] * at["pp"]
-        if self.devices % used:
-            return f"{self.devices} devices do not divide into tp x cp x pp = {used}"
-        replicas = self._replicas(at)
-        if replicas % at["ep"]:
-            return f"{replicas} replicas do not divide into groups of ep = {at['ep']}"
-        if min(at["ep"], at["cp"]) > 1 and not self.dropless:
-            return f"experts with a capacity need whole rows: ep = {at['ep']} does not go with cp = {at['cp']}"
-        if self.global_batch % (replicas * rows):
-            return f"{self.global_batch} rows do not divide into {replicas} replicas of {rows} rows per microbatch"
-        return ""
 
     def _pipeline(self, trial: Any, pp: int, microbatches: int) -> RecipeCall:
         how: dict[str, Any] = {"pp": pp, "microbatches": microbatches}
         if pp == 1:
             return RecipeCall("one_f_one_b", how)
         schedule = self._choice(trial, "schedule", SCHEDULES)
-        if schedule == "interleaved":
+        if schedule in CHUNKED:
             most = max(2, min(MOST_CHUNKS, self.layers // pp))
-            how["chunks"] = trial.suggest_int("chunks", 2, most)
-        call = _stages("one_f_one_b" if schedule == "1f1b" else schedule, **how)
+            how["chunks"] = self._number(trial, "chunks", 2, most)
+        name = "one_f_one_b" if schedule == "1f1b" else schedule
+        call = schedule_call(name, **how)
         stages = recipes.stages_of(call.directives) or 1
         if stages > self.layers:
             trial.skip(f"{self.layers} layers do not fill {stages} stages")
-        return call
+        at = self._choice(trial, "at", ("even",))
+        if at == "even":
+            return call
+        try:
+            return schedule_call(name, **how, at=cut_stages(at, self.layers, stages))
+        except TuneError as error:
+            trial.skip(str(error))
+            raise
 
     def _shared_experts(
         self, trial: Any, at: Mapping[str, int], tokens_over: Sequence[str]
     ) -> RecipeCall:
         """Return how devices share experts: along ep alone, or also along the axes that share the tokens of a row.
 
-        Along tp they may cut each expert instead.
+        Along tp or cp they may cut each expert instead, and along etp.
         """
         over = (*tokens_over, "ep")
         may = self.dropless and tokens_over and not self.experts % prod(at[axis] for axis in over)
         folded = may and self._choice(trial, "fold", (False, True))
-        if folded or not (self.dropless and "tp" in tokens_over):
-            return RecipeCall("expert_parallel", {"over": over} if folded else {})
-        cut = self._choice(trial, "cut", (False, True))
-        return RecipeCall("expert_parallel", {"hidden": "tp"} if cut else {})
+        how: dict[str, Any] = {"over": over} if folded else {}
+        hidden = () if folded or not self.dropless else self._cut(trial, tokens_over)
+        if at.get("etp", 1) > 1:
+            hidden = (*hidden, "etp")
+        if hidden:
+            how["hidden"] = hidden[0] if len(hidden) == 1 else hidden
+        if self._choice(trial, "beside", (False,)):
+            how["beside"] = True
+        return RecipeCall("expert_parallel", how)
+
+    def _cut(self, trial: Any, tokens_over: Sequence[str]) -> tuple[str, ...]:
+        """Return the axes among those that share tokens along which each expert is cut."""
+        values = self.tried.get("cut", (False, True))
+        axes = {value: tuple(CUTS.get(value, value).split("+")) for value in values if value}
+        if not any(set(named) <= set(tokens_over) for named in axes.values()):
+            return ()
+        chosen = axes.get(self._choice(trial, "cut", values), ())
+        if missing := [axis for axis in chosen if axis not in tokens_over]:
+            trial.skip(f"experts are cut over axes that share tokens, and {missing[0]} shares none")
+        return chosen
 
     def _kept(
         self, trial: Any, at: Mapping[str, int], rows: int, stages: RecipeCall
@@ -313,64 +180,72 @@ class StrategySpace:
 
         Tiles of the loss, and tensors that wait on the host, are asked for only where memory is short with all of a
         layer made again; policies by stage only where the sizes of one microbatch let the last devices keep more.
+        Values that a user gives for these are tried anywhere.
         """
         tiles = 1
-        if self._is_short(at, tiles=1) and self._tiled(at):
+        if "tiles" in self.tried or (self.is_short(at, tiles=1) and self.tiled(at)):
             tiles = self._choice(trial, "tiles", (1, TILES))
+        if tiles > 1 and not self.tiled(at, tiles):
+            trial.skip(f"{tiles} tiles of the loss do not divide the tokens of a device")
         if tiles > 1:
             yield RecipeCall("tile_loss", {"tiles": tiles})
         keep = self._choice(trial, "keep", KEPT)
+        group = 1 if keep == KEPT[0] else self._choice(trial, "group", (1,))
+        if group > 1 and WITHIN in keep:
+            trial.skip(
+                f"a group of {group} layers makes whole layers again, and keep={keep!r} parts of them"
+            )
+        more = {"group": group} if group > 1 else {}
         if self._may_grade(at, rows, keep, stages, tiles) and self._choice(
             trial, "graded", (False, True)
         ):
-            more, number = KEPT[KEPT.index(keep) - 1], recipes.stages_of(stages.directives) or 1
+            next_one, number = KEPT[KEPT.index(keep) - 1], recipes.stages_of(stages.directives) or 1
             later = [stage % at["pp"] >= at["pp"] // 2 for stage in range(number)]
-            yield RecipeCall("recomputation", {"keep": tuple(more if k else keep for k in later)})
-        elif keep != "all":
-            yield RecipeCall("recompute", {"selection": self._layers, "keep": keep})
-        if self._is_short(at, tiles) and (part := self._choice(trial, "away", PARTS_AWAY)):
-            number = round(self.layers * part)
+            policies = tuple(next_one if k else keep for k in later)
+            yield RecipeCall("recomputation", {"keep": policies, **more})
+        elif keep != KEPT[0]:
+            yield RecipeCall("recompute", {"selection": self._layers, "keep": keep, **more})
+        away = "away" in self.tried or self.is_short(at, tiles)
+        if away and (part := self._choice(trial, "away", PARTS_AWAY)):
+            number = max(1, round(self.layers * part))
             first = where(layer=range(number)) if number < self.layers else self._layers
-            yield RecipeCall("offload", {"selection": first})
+            tensors = self._choice(trial, "away_tensors", ("all",))
+            ahead = self._choice(trial, "away_prefetch", (1,))
+            waits = {"prefetch": ahead} if ahead != 1 else {}
+            waits |= {"tensors": tensors} if tensors != "all" else {}
+            yield RecipeCall("offload", {"selection": first, **waits})
 
-    def _is_short(self, at: Mapping[str, int], tiles: int) -> bool:
-        """Return whether a mesh leaves little memory with the least rows, all states shared and layers made again."""
-        held = self._held_bytes(at, self.rows[0], keep="inputs", flying=1.0, tiles=tiles)
-        return held > SHORT * self.scale.memory_bytes
-
-    def _are_large(self, at: Mapping[str, int]) -> bool:
-        """Return whether states fill much of a device even if all that have the same parameters share them."""
-        return self.scale.states(at, self._sharing(at)) > FULL * self.scale.memory_bytes
-
-    def _held_bytes(self, at: Mapping[str, int], rows: int, **how: Any) -> float:
-        return self.scale.held_bytes(at, self.layers, rows, self._sharing(at), **how)
-
-    def _tiled(self, at: Mapping[str, int]) -> bool:
-        """Return whether the loss may be in tiles, which divide the tokens of a row on each device."""
-        return self.tiles and not self.scale.tokens % (at["tp"] * at["cp"] * TILES)
+    def _hosted(self, trial: Any, at: Mapping[str, int], zero: int) -> Iterator[RecipeCall]:
+        """Yield the optimizer on the host, or all states: where they are large, or a user gives values for it."""
+        if "host" in self.tried or self.are_large(at):
+            if hosted := self._choice(trial, "host", (False, True)):
+                tensors = "optim" if hosted is True else hosted
+                if tensors == "states" and zero in (1, 2):
+                    trial.skip(
+                        f"parameters on the host are shared as the optimizer's states, and zero={zero}"
+                    )
+                yield RecipeCall("offload", {"selection": where(), "tensors": tensors})
 
     def _may_grade(
         self, at: Mapping[str, int], rows: int, keep: str, stages: RecipeCall, tiles: int
     ) -> bool:
         """Return whether memory is short, and later devices may keep by the next policy, and the first may not."""
-        if at["pp"] == 1 or keep == KEPT[0] or stages.name not in FEWER_LATER:
+        if at["pp"] == 1 or keep not in KEPT[1:] or stages.name not in FEWER_LATER:
             return False
-        if not self._is_short(at, tiles=1):
+        if "graded" in self.tried:
+            return True
+        if not self.is_short(at, tiles=1):
             return False
         more = KEPT[KEPT.index(keep) - 1]
         first, later = (
-            self._held_bytes(at, rows, keep=more, flying=flying, tiles=tiles)
+            self.held_bytes(at, rows, keep=more, flying=flying, tiles=tiles)
             for flying in (1.0, 0.5)
         )
         return later <= self.scale.memory_bytes < first
 
-    def _sharing(self, at: Mapping[str, int]) -> int:
-        """Return how many devices have the same parameters."""
-        return self._replicas(at) // at["ep"] * at["cp"]
-
     def _zero(self, trial: Any, at: Mapping[str, int]) -> int:
         """Return how many states are shared, 0 if no device has the parameters of another one."""
-        alone = self._replicas(at) * at["cp"] == 1
+        alone = self.replicas(at) * at["cp"] == 1
         return 0 if alone else int(self._choice(trial, "zero", (0, 1, 2, 3)))
 
     def _groups(self, trial: Any, at: Mapping[str, int], zero: int) -> int:
@@ -378,7 +253,8 @@ class StrategySpace:
 
         The replicas of a node are those along dp: the ranks along tp, cp and ep lie between them.
         """
-        apart, own = at["tp"] * at["cp"] * at["ep"], self._replicas(at) // at["ep"]
+        sharers = self.sharing_experts(at)
+        apart, own = at["tp"] * at["cp"] * sharers, self.replicas(at) // sharers
         inside = self.scale.per_node // apart
         divided = inside > 1 and not self.scale.per_node % apart and not own % inside
         if not zero or not divided or own == inside:
@@ -389,18 +265,26 @@ class StrategySpace:
         self, trial: Any, at: Mapping[str, int], zero: int, groups: int
     ) -> Iterator[RecipeCall]:
         """Yield how gradients are summed, and which states are shared among all that have the same parameters."""
-        replicas = self._replicas(at)
+        replicas = self.replicas(at)
         if replicas == 1 and not zero:  # the devices along cp have the same rows
             return
-        over = tuple(axis for axis in ("dp", "ep", "cp") if axis == "dp" or at[axis] > 1)
+        over = tuple(
+            axis for axis in ("dp", "ep", "etp", "cp") if axis == "dp" or at.get(axis, 1) > 1
+        )
         how: dict[str, Any] = {"over": over, "zero": zero}
         if groups > 1:
             how = {"over": (*over, "rep"), "shard": dict.fromkeys(STATES[:zero], over)}
         # In tenths: a file for people has this number.
-        how["bucket_mb"] = round(trial.suggest_float("bucket_mb", 25.0, 800.0, log=True), 1)
+        how["bucket_mb"] = (
+            self._choice(trial, "bucket_mb", ())
+            if "bucket_mb" in self.tried
+            else round(trial.suggest_float("bucket_mb", 25.0, 800.0, log=True), 1)
+        )
         if zero == 3:
-            how["prefetch"] = trial.suggest_int("prefetch", 1, 2)
+            how["prefetch"] = self._number(trial, "prefetch", 1, 2)
             how["resident_mb"] = self._choice(trial, "resident_mb", (0, "step"))
+            if whole_mb := self._choice(trial, "whole_mb", (0,)):
+                how["whole_mb"] = whole_mb
         yield RecipeCall("data_parallel", how)
 
     @property
@@ -409,9 +293,16 @@ class StrategySpace:
         return where(layer=ANY) if self.layers else where()
 
     def _choice(self, trial: Any, name: str, choices: Sequence[Any]) -> Any:
-        if name in self.fixed:
-            return self.fixed[name]
-        return choices[0] if len(choices) == 1 else trial.suggest_categorical(name, choices)
+        values = self.tried.get(name, choices)
+        return values[0] if len(values) == 1 else trial.suggest_categorical(name, values)
+
+    def _number(self, trial: Any, name: str, least: int, most: int) -> int:
+        number: int = (
+            self._choice(trial, name, ())
+            if name in self.tried
+            else trial.suggest_int(name, least, most)
+        )
+        return number
 
 
 def space(
@@ -421,7 +312,7 @@ def space(
     kernels: KernelSource | Sequence[KernelSource] | None = None,
     precision: str | Sequence[str] | None = None,
     cuda_graph: bool | Sequence[bool] | None = None,
-    **fixed: Any,
+    **given: Any,
 ) -> StrategySpace:
     """Return the space of a job's strategies on a cluster, for `piper.tune`.
 
@@ -437,37 +328,34 @@ def space(
             by the job's recipe or "tensorwise") or "fp8:RECIPE".
         cuda_graph: False, True or both. These three are asked for only if they are given: plans are eager, in the job's
             precision and without CUDA graphs else.
-        fixed: Choices that are not tried, by name, of `CHOICES`.
+        given: Values of a parameter of `PARAMETERS`, by name, tried in place of the usual ones; a single one fixes it.
 
-    Raises TuneError for an unknown name, and for a variant that no plan can have, and JobError or CaptureError for a
-    job that cannot be traced.
+    Raises TuneError for an unknown name, and for a value or a variant that no plan can have, and JobError or
+    CaptureError for a job that cannot be traced.
     """
     variants = VariantChoices.asked(kernels=kernels, precision=precision, cuda_graph=cuda_graph)
     target = chosen_cluster(cluster)
     if target is None:
         raise TuneError("space: a cluster is needed, by its name such as 'h100x8*16', or a Cluster")
-    if unknown := [name for name in fixed if name not in CHOICES]:
-        names = ", ".join((*CHOICES, *vars(variants)))
-        raise TuneError(f"space({unknown[0]}=...): accepted are {names}")
-    if (named := fixed.get("order", "usual")) not in ORDERS:
-        raise TuneError(f"space(order={named!r}): accepted are {', '.join(ORDERS)}")
+    tried = tried_values(given, vars(variants))
     if variants:
         variants.check(job, target)
     traced = traced_job(job)
     layers = len({c.coords["layer"] for c in traced.outline.chunks if "layer" in c.coords})
     devices, tokens = target.devices, job.tokens_per_row or 0
     experts = _experts(traced)
+    TriedOfJob(job, traced, devices, layers, experts).check(tried)
     sizes = {
         "tp": powers(devices, min(target.per_node, MOST_TP)),
         "cp": powers(devices, min(MOST_CP, max(1, tokens // LEAST_TOKENS))),
         "pp": tuple(n for n in divisors(devices, MOST_STAGES) if n <= max(layers, 1)),
     }
-    sizes |= {axis: (fixed[axis],) for axis in AXES if axis in fixed}
+    sizes |= {axis: tuple(sorted(tried[axis])) for axis in (*AXES, "etp") if axis in tried}
     scale = Scale.of(traced, tokens, target)
-    if "ep" not in fixed:
+    if "ep" not in sizes:
         sizes["ep"] = _expert_sizes(gcd(devices, experts), devices, max(sizes["pp"]), scale)
-    rows = (fixed["rows"],) if "rows" in fixed else divisors(job.global_batch, MOST_ROWS)
-    rest = {name: value for name, value in fixed.items() if name not in (*AXES, "rows")}
+    rows = tuple(sorted(tried.get("rows", divisors(job.global_batch, MOST_ROWS))))
+    rest = {name: values for name, values in tried.items() if name not in (*sizes, "rows")}
     tiles = bool(tokens) and traced.has_cross_entropy
     return StrategySpace(
         devices, job.global_batch, layers, sizes, rows, scale, experts, traced.dropless, tiles, rest, variants

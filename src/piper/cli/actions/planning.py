@@ -15,7 +15,7 @@ from piper.cli.actions.importing import asked_of
 from piper.cli.arguments import PlanArguments
 from piper.cli.interrupts import INTERRUPTED
 from piper.cli.loading import load_job
-from piper.cli.variant_options import tried_variants
+from piper.cli.variant_options import tried_parameters, tried_variants
 from piper.planning.answer_text import failure_text, numbers, table
 from piper.planning.answers import TrainingBudget, answer
 from piper.planning.goodput import Failures
@@ -53,7 +53,7 @@ def planned(arguments: PlanArguments) -> int:
         raise JobError(f"--cluster {CPU}: a plan is for a cluster, such as h100x8 or 'h100x8*16'")
     _check_finite(a)
     _check_together(a)
-    tried = tried_variants(a.kernels, a.precision, a.cuda_graph)
+    tried = tried_variants(a.kernels, a.precision, a.cuda_graph) | tried_parameters(a.params)
     name = _cluster_name(a)
     cluster = cluster_named(name)
     tokens = None if a.tokens is None else count(a.tokens, "--tokens")

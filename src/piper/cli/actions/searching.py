@@ -17,7 +17,7 @@ from piper.cli.actions.predicting import load_named
 from piper.cli.arguments import TuneArguments
 from piper.cli.loading import load_space
 from piper.cli.options import searchers
-from piper.cli.variant_options import tried_variants
+from piper.cli.variant_options import tried_parameters, tried_variants
 from piper.views.reporting import report_at_end
 from piper.views.study_view import as_numbers, bar, files_text, show_study
 from piper_autotune import OBJECTIVES, Objective, Study
@@ -40,14 +40,15 @@ def _of_confirmed(a: TuneArguments) -> KernelSource:
     """Return the kernels of confirming runs; raise JobError for variants beside a strategy of the file's own."""
     several = a.kernels is not None and "," in a.kernels
     for name, given in (
-        ("kernels", several),
-        ("precision", a.precision),
-        ("cuda-graph", a.cuda_graph),
+        ("--kernels", several),
+        ("--precision", a.precision),
+        ("--cuda-graph", a.cuda_graph),
+        ("-p", a.params),
     ):
         if given:
             raise JobError(
-                f"--{name}: {a.file} has a strategy of its own, whose plans have no variants; a file with a `job` "
-                f"alone is searched with them"
+                f"{name}: {a.file} has a strategy of its own, with its own parameters and without variants; a file "
+                f"with a `job` alone is searched with them"
             )
     return "eager" if a.kernels is None else kernel_source(a.kernels)
 
@@ -56,7 +57,7 @@ def tune(arguments: TuneArguments) -> Study:
     """Search, print the table or its JSON, write study and report, and return the study, which may be unfinished."""
     a = arguments
     space = load_space(a.file)
-    tried = tried_variants(a.kernels, a.precision, a.cuda_graph)
+    tried = tried_variants(a.kernels, a.precision, a.cuda_graph) | tried_parameters(a.params)
     kernels: KernelSource = "eager"
     if space.strategy is not None:  # its own function of a trial chooses no variants
         kernels = _of_confirmed(a)

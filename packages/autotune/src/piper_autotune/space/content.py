@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from functools import partial
 from types import CellType, CodeType
 from typing import Any
@@ -23,7 +25,7 @@ def content(thing: Any) -> list[object]:
 def _of(function: Any) -> list[object]:
     code = getattr(function, "__code__", None)
     if code is None:
-        return [getattr(function, "__qualname__", type(function).__qualname__)]
+        return [getattr(function, "__qualname__", type(function).__qualname__), *_held(function)]
     cells = [_inside(cell) for cell in function.__closure__ or ()]
     used = [function.__globals__.get(name) for name in code.co_names]
     values = [
@@ -33,6 +35,19 @@ def _of(function: Any) -> list[object]:
         *(function.__kwdefaults__ or {}).values(),
     ]
     return [*_code(code), *(v for v in values if _plain(v))]
+
+
+def _held(value: object) -> Iterator[object]:
+    """Yield the plain values of a dataclass's fields, with the names of fields and the keys of mappings."""
+    if _plain(value):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from (*_held(key), *_held(item))
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield field.name
+            yield from _held(getattr(value, field.name))
 
 
 def _inside(cell: CellType) -> object:
