@@ -86,6 +86,8 @@ CASES_OF_MODULES: tuple[tuple[str, str, Directives, dict[str, Any], int], ...] =
     ("mixed", "", GPIPE, {"modules": ("*.q_up", "*.kv_up", "*.turn")}, 2),
     ("mixed", "ep", EXPERTS, {"modules": ("*.activation", "*.times")}, 0),
     ("mixed", "ep", EXPERTS, {"modules": "layers.1-1.feed_forward"}, 3),
+    ("mixed", "", GPIPE, {"modules": "*.sort"}, 0),
+    ("mixed", "ep", EXPERTS, {"modules": ("*.sort", "*.activation")}, 0),
 )
 """Model, axis of two devices, strategy, arguments of recompute, products that R makes again in a chunk."""
 

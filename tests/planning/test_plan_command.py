@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from piper.planning.answers import (
     PlannedStrategy,
     TrainingBudget,
     answer,
+    contended,
     row_warnings,
     structures,
 )
@@ -374,6 +376,31 @@ def test_where_nothing_fits_the_nearest_is_named(
         understand(str(source), StepSize(64, rows=16)).job, small, TrainingBudget(), trials=1
     )
     assert not asked.strategies and asked.best is None and not list(structures(asked.study))
+
+
+@each_case(
+    "slower",
+    [
+        # with contention / without; the rows that are predicted
+        ((1.0,) * 12, 5),  # nothing is slower: those behind the first five cannot be the best
+        ((9.0, 9.0, 9.0, 9.0, 9.0, 1.0, 1.0), 6),  # the sixth is the best
+        ((9.0,) * 12, 10),  # twice as many as are shown, and no more
+    ],
+)
+def test_rows_that_could_be_the_best_with_contention_are_predicted(
+    slower: tuple[tuple[float, ...], int],
+) -> None:
+    factors, predicted = slower
+    rows = [Row(k, "complete", {}, period_s=1 + k / 10) for k in range(len(factors))]
+
+    def predict(row: Row) -> Any:
+        return SimpleNamespace(fits=True, period_s=(row.period_s or 0) * factors[row.number])
+
+    made = list(contended(rows, predict))
+    assert len(made) == predicted
+    assert min(one.period_s for one in made) == min(
+        predict(row).period_s for row in rows[: 2 * len(made)]
+    )
 
 
 def test_a_batch_that_no_layout_divides_is_told_the_way_out() -> None:

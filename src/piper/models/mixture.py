@@ -47,6 +47,7 @@ class ExpertLayer(nn.Module):
             NamedFunction(ACTIVATIONS[activation]),
             NamedFunction(operator.mul),
         )
+        self.sort = NamedFunction(route)
         self.router = nn.Linear(width, config.number, bias=config.bias)
         self.register_buffer(
             EXPERT_TOKENS, torch.zeros(2 * config.number, dtype=torch.int64), persistent=False
@@ -188,7 +189,7 @@ class ExpertLayer(nn.Module):
         )  # of one token each: none is without
         biased = self.config.bias
         with region(experts=0):
-            took, counts = route(x.flatten(0, 1), chosen, self.config.number)
+            took, counts = self.sort(x.flatten(0, 1), chosen, self.config.number)
 
             def product(x: Tensor, name: Product) -> Tensor:
                 y: Tensor = grouped_mm(x, counts, getattr(self, name))
