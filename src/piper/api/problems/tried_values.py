@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -148,23 +148,33 @@ class TriedOfJob:
 
     def _lacks(self, name: str, value: Any) -> str:
         """Return the values that the job may have, in words, if this is none of them."""
-        if name in (*AXES, "etp") and self.devices % value:
-            return f"the divisors of {self.devices} devices"
-        if name == "rows" and self.job.global_batch % value:
-            return f"the divisors of {self.job.global_batch} rows of a step"
-        if name == "pp" and value > max(self.layers, 1):
-            return f"as many stages as the model has layers, {self.layers}"
-        if name == "ep" and value > 1 == self.experts:
-            return "1 alone, since the model has no experts"
-        if name == "ep" and self.experts % value:
-            return f"the divisors of {self.experts} experts of a layer"
-        if name in OF_EXPERTS and value != OF_EXPERTS[name] and not self.traced.dropless:
-            return f"{OF_EXPERTS[name]} alone, since the model has no dropless experts"
-        if name == "at" and (counts := counted(value)) and sum(counts) != self.layers:
-            return f"sums of {self.layers} layers, and this is one of {sum(counts)}"
-        if name == "tiles" and value > 1 and not (self.traced.has_cross_entropy and self._tokens):
-            return "1 alone, since the loss is no cross_entropy over tokens"
-        return ""
+        return next(
+            (accepted for lacking, accepted in self._conditions(name, value) if lacking), ""
+        )
+
+    def _conditions(self, name: str, value: Any) -> Iterator[tuple[bool, str]]:
+        """Yield whether a value breaks a condition, and the values that keep it, in words."""
+        if name in (*AXES, "etp"):
+            yield bool(self.devices % value), f"the divisors of {self.devices} devices"
+        if name == "rows":
+            batch = self.job.global_batch
+            yield bool(batch % value), f"the divisors of {batch} rows of a step"
+        if name == "pp":
+            least = max(self.layers, 1)
+            yield value > least, f"as many stages as the model has layers, {self.layers}"
+        if name == "ep":
+            yield value > 1 == self.experts, "1 alone, since the model has no experts"
+            yield bool(self.experts % value), f"the divisors of {self.experts} experts of a layer"
+        if name in OF_EXPERTS:
+            usual = OF_EXPERTS[name]
+            without = value != usual and not self.traced.dropless
+            yield without, f"{usual} alone, since the model has no dropless experts"
+        if name == "at" and (counts := counted(value)):
+            total = sum(counts)
+            yield total != self.layers, f"sums of {self.layers} layers, and this is one of {total}"
+        if name == "tiles":
+            whole = value > 1 and not (self.traced.has_cross_entropy and self._tokens)
+            yield whole, "1 alone, since the loss is no cross_entropy over tokens"
 
     @property
     def _tokens(self) -> int:
