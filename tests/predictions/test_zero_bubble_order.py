@@ -11,17 +11,16 @@ import pytest
 
 import piper
 from piper import models
-from piper.published.zero_bubble_order import zero_bubble_order
-from piper_compiler.actions import Orders
+from piper.published.zero_bubble_order import DeviceOrders, zero_bubble_order
 from piper_simulator import load_cluster, software_buffers
 
 P = 8
 MEMORY = ((174, 64), *[(261, 96)] * (P - 2), (174, 64))
-"""What a microbatch holds in the stages of the 1.5B model, whose first and last have two layers and others three."""
+"""The bytes of a microbatch in the stages of the 1.5B model, whose first and last have two layers and others three."""
 
 
-def most_held(orders: Orders, memory: tuple[tuple[int, int], ...]) -> list[int]:
-    """Return what each device holds at its fullest."""
+def most_held(orders: DeviceOrders, memory: tuple[tuple[int, int], ...]) -> list[int]:
+    """Return the bytes of each device at its fullest."""
     changes = [{"F": whole, "I": kept - whole, "W": -kept} for whole, kept in memory]
     return [
         max(accumulate(change[action.phase] for (action,) in order))

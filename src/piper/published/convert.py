@@ -391,7 +391,7 @@ def _schedule(published: PublishedRow, microbatches: int, times: Any) -> tuple[D
 
 
 def _held(published: PublishedRow, at: Any) -> tuple[tuple[int, int], ...]:
-    """Return what a token holds in each stage from F to I, and from I to W, as ZB's software estimates it by layers."""
+    """Return the bytes of a token in each stage from F to I, and from I to W, as ZB's software estimates them."""
     stages, layers = published.pp, published.layers
     bounds = [layers * s // stages for s in range(stages)] if at == "even" else [0, *at]
     width, scores = published.hidden, published.heads * published.seq

@@ -99,7 +99,7 @@ def believed(stack: Stack | None) -> Stack | None:
 
 
 def stage_times(published: PublishedRow, stack: Stack | None) -> dict[str, Any]:
-    """Return F, I and W of each stage and the seconds of a transfer on a stack, for the order of a zero-bubble pipeline.
+    """Return F, I and W of each stage and the seconds of a transfer on a stack, for a zero-bubble order.
 
     They are of a short ZB-H1 plan.
     """

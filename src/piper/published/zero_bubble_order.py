@@ -17,11 +17,15 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
 from statistics import median_high
+from typing import Literal
 
-from piper_compiler.actions import Action, ActionPhase, Orders
+from piper_compiler import recipes
+
+DeviceOrders = tuple[tuple[tuple[recipes.Action], ...], ...]
+"""The actions of each device in order, each one in a slot of its own."""
 
 _F, _I, _W = range(3)
-_PHASES: tuple[ActionPhase, ...] = ("F", "I", "W")
+_PHASES: tuple[Literal["F", "I", "W"], ...] = ("F", "I", "W")
 
 
 @dataclass(frozen=True)
@@ -46,14 +50,14 @@ def zero_bubble_order(
     microbatches: int,
     memory: tuple[tuple[float, float], ...],
     pending: int,
-) -> Orders:
+) -> DeviceOrders:
     """Return the order of each device.
 
     Args:
         times: F, I and W of the stages.
         hop: between two stages, in the same unit.
         microbatches: how many.
-        memory: by stage, what a microbatch holds from F, and how much of it from I to W.
+        memory: by stage, the bytes that a microbatch holds from F, and how many of them from I to W.
         pending: the limit of memory in microbatches: pp for ZB-1P, 2 pp for ZB-2P.
     """
     seconds = tuple(median_high(each) for each in times)
@@ -67,7 +71,7 @@ def zero_bubble_order(
 
 @dataclass
 class _Run:
-    """Hold one run of the heuristic: what each stage has done, and until when."""
+    """Hold one run of the heuristic: how many operations each stage has done, and until when."""
 
     seconds: tuple[float, ...]
     hop: float
@@ -80,7 +84,7 @@ class _Run:
     clock: list[float] = field(default_factory=list)
     held: list[float] = field(default_factory=list)
     waited: list[float] = field(default_factory=list)
-    actions: list[list[Action]] = field(default_factory=list)
+    actions: list[list[recipes.Action]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         stages = len(self.memory)
@@ -90,7 +94,7 @@ class _Run:
         self.actions = [[] for _ in range(stages)]
 
     @property
-    def orders(self) -> Orders:
+    def orders(self) -> DeviceOrders:
         return tuple(tuple((action,) for action in each) for each in self.actions)
 
     @property
@@ -137,7 +141,7 @@ class _Run:
         whole, kept = self.memory[s]
         self.held[s] += (whole, kept - whole, -kept)[phase]
         self.done[s][phase] += 1
-        self.actions[s].append(Action(s, _PHASES[phase], mb))
+        self.actions[s].append(recipes.Action(s, _PHASES[phase], mb))
 
     def _arrival(self, s: int, phase: int) -> float:
         """Return when the input of a stage's next F or I is there."""
