@@ -170,6 +170,17 @@ def test_an_activation_alone_is_made_again(tiny: PublishedRow) -> None:
     assert layer["F"].collectives and not layer["R"].collectives
 
 
+def test_selective_recomputation_is_of_attention_in_megatron_and_of_the_rest_in_torchtitan(
+    tiny: PublishedRow,
+) -> None:
+    found = []
+    for source in ("NeMo", "torchtitan"):
+        _, plan = plan_of(replace(tiny, recompute="selective", source=source, stack="hopper-nemo"))
+        found.append({kernel.op for kernel in plan.variants[0].steps["R"].cost.kernels})
+    assert found[0] == {"attention"}
+    assert "silu" in found[1] and "attention" not in found[1]
+
+
 def test_a_fit_finds_constants_that_it_was_not_told() -> None:
     """Steps of a stack with other constants are made, and the fit starts from the priors."""
     start = SOFTWARE["blackwell-megatron"]

@@ -14,8 +14,8 @@ none is about a row.
     vocab                rounded up to a multiple of 128 x tp in Megatron (--make-vocab-size-divisible-by)
     zero                 states sharded over dp x cp, by layers for 3 (FSDP wraps blocks)
     recompute = full     layers keep their inputs
-    recompute =          attention written out again (gpt with attention written out), every second layer where the
-      selective          note says so, else the results of products (torchtitan's default)
+    recompute =          attention again (Megatron, or attention written out), every second layer where the note says
+      selective          so, else all but products and attention (torchtitan's default)
     schedule             1f1b and interleaved; zb1p and zb2p are ordered as their software does, with limits of p and
                          2p activations (`zero_bubble_order`)
     experts, top_k,      layers of experts, dropless or with a capacity; dp counts all replicas of the rest, of which ep
@@ -417,7 +417,7 @@ def _recomputation(
         return (recompute(where(layer=ANY), keep="inputs", modules="*.activation"),)
     if published.recompute == "full":
         return (recompute(where(layer=ANY), keep="inputs"),)
-    if config.attention == "math":
+    if config.attention == "math" or _is_megatron(published):
         return (recompute(where(layer=ANY), keep="outputs", modules="*.attention.core"),)
     if "every second layer" in published.note:
         second = tuple(range(0, published.layers, 2))
