@@ -14,10 +14,10 @@ none is about a row.
     vocab                rounded up to a multiple of 128 x tp in Megatron (--make-vocab-size-divisible-by)
     zero                 states sharded over dp x cp, by layers for 3 (FSDP wraps blocks)
     recompute = full     layers keep their inputs
-    recompute =          attention written out again (gpt with attention written out), every second layer where the
-      selective          note says so, else the results of products (torchtitan's default)
-    schedule             1f1b and interleaved; zb1p and zb2p are searched with limits of p and 2p activations, as their
-                         paper does (arXiv 2401.10241, section 4)
+    recompute =          attention again (Megatron, or attention written out), every second layer where the note says
+      selective          so, else all but products and attention (torchtitan's default)
+    schedule             1f1b and interleaved; zb1p and zb2p are ordered as their software does, with limits of p and
+                         2p activations (`zero_bubble_order`)
     experts, top_k,      layers of experts, dropless or with a capacity; dp counts all replicas of the rest, of which ep
       ep, ...            share the experts
     pp x vpp > layers    embedding and head are stages of their own; with 1f1b the first and the last have fewer layers
@@ -28,11 +28,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from piper import models
 from piper.published.table import PublishedRow
+from piper.published.zero_bubble_order import zero_bubble_order
 from piper_compiler import Strategy, partition, recipes, recompute, replicate, split
 from piper_compiler.directives import Directive
 from piper_compiler.directives.partition import Partition
@@ -122,7 +124,7 @@ def row(
         published: The row.
         stack: A software stack or its name, "" for none; None takes the row's own, or the one whose words its source
             and note have.
-        times: F, I, W of each stage and the seconds between two, for a searched schedule; 1, 1, 1 and 0 without.
+        times: F, I, W of each stage and the seconds between two, for zb1p and zb2p; 1, 1, 1 and 0 without.
 
     Raises:
         JobError: a degree does not divide the rows or devices, the device is unknown, or a field is open.
@@ -376,10 +378,26 @@ def _schedule(published: PublishedRow, microbatches: int, times: Any) -> tuple[D
     at = _boundaries(published.layers, pp)
     if published.schedule == "1f1b":
         return recipes.one_f_one_b(pp=pp, microbatches=microbatches, at=at)
-    limit = pp if published.schedule == "zb1p" else 2 * pp
-    return recipes.zero_bubble(
-        pp=pp, microbatches=microbatches, memory_limit=limit, at=at, **(times or {})
+    ones = (1.0,) * pp
+    seconds = times or {"F": ones, "I": ones, "W": ones, "hop": 0.0}
+    orders = zero_bubble_order(
+        (seconds["F"], seconds["I"], seconds["W"]),
+        seconds["hop"],
+        microbatches,
+        _held(published, at),
+        pp if published.schedule == "zb1p" else 2 * pp,
     )
+    return recipes.scheduled(orders, microbatches=microbatches, at=at)
+
+
+def _held(published: PublishedRow, at: Any) -> tuple[tuple[int, int], ...]:
+    """Return the bytes of a token in each stage from F to I, and from I to W, as ZB's software estimates them."""
+    stages, layers = published.pp, published.layers
+    bounds = [layers * s // stages for s in range(stages)] if at == "even" else [0, *at]
+    width, scores = published.hidden, published.heads * published.seq
+    each = (34 * width + 5 * scores, 32 * width)  # bytes of a token in a layer
+    sizes = (b - a for a, b in pairwise([*bounds, layers]))
+    return tuple((n * each[0], n * each[1]) for n in sizes)
 
 
 def _boundaries(layers: int, stages: int) -> Any:
@@ -399,7 +417,7 @@ def _recomputation(
         return (recompute(where(layer=ANY), keep="inputs", modules="*.activation"),)
     if published.recompute == "full":
         return (recompute(where(layer=ANY), keep="inputs"),)
-    if config.attention == "math":
+    if config.attention == "math" or _is_megatron(published):
         return (recompute(where(layer=ANY), keep="outputs", modules="*.attention.core"),)
     if "every second layer" in published.note:
         second = tuple(range(0, published.layers, 2))

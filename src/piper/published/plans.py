@@ -99,7 +99,7 @@ def believed(stack: Stack | None) -> Stack | None:
 
 
 def stage_times(published: PublishedRow, stack: Stack | None) -> dict[str, Any]:
-    """Return F, I and W of each stage and the seconds of a transfer on a stack, as a searched schedule asks for them.
+    """Return F, I and W of each stage and the seconds of a transfer on a stack, for a zero-bubble order.
 
     They are of a short ZB-H1 plan.
     """
@@ -129,9 +129,9 @@ def stage_times(published: PublishedRow, stack: Stack | None) -> dict[str, Any]:
 
 
 def _name(run: PublishedRun) -> str:
-    # a searched schedule is searched for the times of the stack; in `run` all times are equal
-    searched = run.row.schedule.startswith("zb")
-    stack = repr(believed(run.cluster.device.stack)) if searched else ""
+    # zero-bubble orders follow from the times of the stack; in `run` all times are equal
+    timed = run.row.schedule.startswith("zb")
+    stack = repr(believed(run.cluster.device.stack)) if timed else ""
     said = (run.job_text, run.strategy.dumps(), run.row.schedule, run.cluster.device.name, stack)
     return hashlib.blake2b(repr(said).encode(), digest_size=12).hexdigest()
 

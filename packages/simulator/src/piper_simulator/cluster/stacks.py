@@ -37,7 +37,7 @@ KINDS = ("matmul", "attention", "norm", "elementwise", "embedding", "loss", "oth
 GENERATIONS = ("ampere", "hopper", "blackwell")
 FILLED = ("matmul", "attention", "norm")
 """The kinds of kernels whose results a stack may fill, see `Stack.fills`."""
-HELD = ("layer gradients", "head gradient")
+HELD = ("layer gradients", "head gradient", "scores")
 """The buffers that a stack may hold beside a plan's, see `Stack.holds`."""
 
 
@@ -82,7 +82,8 @@ class Stack:
         gradients: messages of data parallelism run "beside" the backward, or "behind" it.
         messages: name of a table of measured messages in the folder data, for the links of its devices; "" if none.
         holds: buffers that the software holds beside the plan's: "layer gradients" (of the weights of one layer, in
-            16 bit), "head gradient" (float32).
+            16 bit), "head gradient" (float32), "scores" (of the attention of one layer, the addend of
+            its product).
         reserved: bytes that its allocator reserves, over the allocated ones; 0 as the device's file says.
         seen: half of the width of the interval in which 80 % of the published runs of this stack fall, as a share.
         constants: the constants by name.

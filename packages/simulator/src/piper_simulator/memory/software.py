@@ -33,10 +33,17 @@ class HeldBeside:
             for p in instr.parts
             if isinstance(p.op, Compute)
         }
+        chunks = [c for c in (*self._plan.chunks, *self._plan.variants) if c.variant in own]
+        scores = [
+            bind(k.bytes, 0) // 2  # a softmax reads and writes them
+            for chunk in chunks
+            for k in chunk.steps["F"].cost.kernels
+            if k.op == "_softmax"
+        ]
         steps = [
             (any(k.kind == "loss" for k in chunk.steps["F"].cost.kernels), chunk.steps["W"].cost)
-            for chunk in (*self._plan.chunks, *self._plan.variants)
-            if chunk.variant in own and "W" in chunk.steps
+            for chunk in chunks
+            if "W" in chunk.steps
         ]
         weights = [
             (of_loss, [bind(k.dims[0], 0) * bind(k.dims[1], 0) * k.count for k in cost.kernels
@@ -45,9 +52,12 @@ class HeldBeside:
         ]  # fmt: skip
         layer = max((sum(sizes) for of_loss, sizes in weights if not of_loss), default=0)
         head = max((max(sizes, default=0) for of_loss, sizes in weights if of_loss), default=0)
-        return ("layer gradients" in stack.holds) * 2 * layer + (
-            "head gradient" in stack.holds
-        ) * 4 * head
+        sizes = {
+            "layer gradients": 2 * layer,
+            "head gradient": 4 * head,
+            "scores": max(scores, default=0),
+        }
+        return sum(sizes[name] for name in stack.holds)
 
     def at(self, usage: Usage) -> int:
         """Return the bytes beside a moment of the role."""
