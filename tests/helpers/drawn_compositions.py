@@ -129,8 +129,6 @@ def drawn(seed: int, quick: bool = False) -> tuple[Composition, str]:
         more["hosted"] = rng.choice(("states", "optim") if made.zero in (0, 3) else ("optim",))
     if len(made.at) > 1 and made.model in covers.TILED and rng.random() < 0.5:
         more["at"] = (made.at[0], *made.at[:1], *made.at[2:])  # stage 1 is empty
-    if _dropless(made.model) and (made.clip or more["scaled"]):  # norms over the same axes for all
-        more["over_cp"] = False
     if made.precision in MIXED:  # steps of Adam take the rounding of a small gradient for its sign
         more["optimizer"] = "sgd"
     if made.precision == "float16":  # which has a scale of its own

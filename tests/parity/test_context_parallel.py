@@ -164,9 +164,8 @@ def test_states_are_sharded_along_tokens_too(
 
 def test_states_of_a_parameter_that_devices_have_alike_are_sharded_along_other_axes() -> None:
     """Along tp a norm's gradient is a partial sum and a matrix is divided: only the norm has parts there."""
-    piper_job = replace(shared_jobs.job("few_kv_heads"), clip_norm=None)
     sharding = piper.replicate(where(), over=("dp", "tp"), zero=1)
-    plan = piper.compile(piper_job, Strategy(Mesh(tp=2, dp=2), [BOTH, sharding])).plan
+    plan = shared_jobs.in_twos("few_kv_heads", Mesh(tp=2, dp=2), [BOTH, sharding]).plan
     divided = {p.name for p in plan.params if p.layout}
     for bucket in plan.buckets:
         along = {"dp"} if divided & {*bucket.params} else {"tp", "dp"}

@@ -96,3 +96,15 @@ def test_an_encoder_trains_what_one_device_trains() -> None:
     run = piper.execute(compiled, steps=2, launcher="inline", memory=True, gradients=True)
     parity.assert_parity(run, parity.reference(job, microbatches=2, replicas=2, steps=2))
     assert not lies(compiled.plan, dict(run.memory))
+
+
+def test_parts_of_states_along_other_axes_count_once_in_the_norm() -> None:
+    """Devices along cp have the gradients of sinks alike, and all others in parts."""
+    job = models.job(DECODERS["sinks"], global_batch=4, precision="float64", clip_norm=0.1)
+    states = recipes.data_parallel(over=("dp", "cp"), zero=1)
+    parts = (recipes.context_parallel(attention="heads"), states)
+    compiled = piper.compile(job, Strategy(Mesh(dp=2, cp=2), parts))
+    assert {b.shard.optim for b in compiled.plan.buckets} == {("cp", "dp"), ("dp",)}
+    run = piper.execute(compiled, steps=2, launcher="inline", memory=True, gradients=True)
+    parity.assert_parity(run, parity.reference(job, replicas=2, steps=2))
+    assert not lies(compiled.plan, dict(run.memory))

@@ -407,3 +407,7 @@ def test_a_batch_that_no_layout_divides_is_told_the_way_out() -> None:
     rows = tuple(Row(k, "rejected", {}, reason="5 rows", kind="skipped") for k in range(3))
     text = failure(rows, load_cluster("h100x8"), 5, "")
     assert "no layout divides 5 rows among 8 devices (5 rows)" in text and "such as 8, or" in text
+    text = failure(
+        rows, load_cluster("h100x8"), 16, ""
+    )  # which they divide: another number is no way out
+    assert text == "NO STRATEGY: the values asked for do not go together; the first: 5 rows"

@@ -163,6 +163,7 @@ def test_parameters_are_offloaded_in_stage_3_alone(tmp_path: Path) -> None:
     section["offload_optimizer"] = {"device": "cpu", "ratio": 0.5}
     found = imported("deepspeed", tmp_path, options)
     assert found.params_on_host and found.optim_on_host == 1
+    assert any("optimizer of all parameters on the host" in note for note in found.notes)
 
 
 @each_case(("options", "words"), REFUSED)

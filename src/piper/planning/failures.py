@@ -22,7 +22,10 @@ def failure(rows: tuple[Row, ...], cluster: Cluster, global_batch: int, else_: s
         else_: the search's own words, for any other reason.
     """
     devices = cluster.devices
-    if rows and all(row.kind == SKIPPED for row in rows):
+    left_out = rows and all(row.kind == SKIPPED for row in rows)
+    if left_out and not global_batch % devices:  # more rows are no way out
+        return f"NO STRATEGY: the values asked for do not go together; the first: {rows[0].reason}"
+    if left_out:
         return (
             f"NO LAYOUT: no layout divides {count_text(global_batch, 'row')} among {count_text(devices, 'device')} "
             f"({rows[0].reason}); to plan it here: a multiple of {devices} rows, such as "

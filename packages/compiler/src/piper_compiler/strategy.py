@@ -32,11 +32,13 @@ class Strategy:
         directives: in the order in which they are applied, or one alone; nested tuples and lists are flattened.
         params: for the record, the values that a function of a trial chose when it made this strategy; equality ignores
             them.
+        global_batch: the rows of a step that its microbatches were made for; None if they are no function of it.
     """
 
     mesh: Mesh
     directives: tuple[Directive, ...]
     params: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    global_batch: int | None = field(default=None, compare=False, repr=False)
 
     def __init__(
         self,
@@ -61,6 +63,8 @@ class Strategy:
                 for item in items
             ]
             object.__setattr__(self, "directives", tuple(_flatten(whole)))
+        by_rows = any(isinstance(item, SizedLater) and item.rows is not None for item in items)
+        object.__setattr__(self, "global_batch", global_batch if by_rows else None)
         object.__setattr__(self, "params", dict(params or {}))
 
     @property

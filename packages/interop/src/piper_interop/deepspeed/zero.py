@@ -106,6 +106,12 @@ ON_HOST = (
 )
 ZENFLOW = Unsupported("ZenFlow (updates in the host)", STAGE, unless=(None,))
 PART_OF_OFFLOAD = Ignored("a part of the offload, which `device` decides")
+RATIO = Nearest(
+    "the optimizer of all parameters on the host, as they are",
+    "too little memory of devices by the states that DeepSpeed keeps there, and predicted too slow",
+    unless=(1, None),
+    when=lambda foreign: gathers(foreign) and params_on_host(foreign),
+)
 WIRE = "leave the option out: messages are then of the model's dtype"
 NUMERICS = Ignored("changes no time or memory that is counted")
 CHECKPOINTS = Ignored("concerns checkpoints, and no step")
@@ -206,7 +212,7 @@ SECTION: dict[str, OptionSpec] = {
     "offload_optimizer.pipeline_read": (BOOL, PART_OF_OFFLOAD),
     "offload_optimizer.pipeline_write": (BOOL, PART_OF_OFFLOAD),
     "offload_optimizer.fast_init": (BOOL, PART_OF_OFFLOAD),
-    "offload_optimizer.ratio": (NUMBER, PART_OF_OFFLOAD),
+    "offload_optimizer.ratio": (NUMBER, RATIO),
     "offload_optimizer.super_offload": (BOOL, Unsupported("SuperOffload", STAGE)),
     "offload_optimizer.cpuadam_cores_perc": (NUMBER, PART_OF_OFFLOAD),
     "zenflow": (

@@ -351,44 +351,20 @@ def _loss_weight(edit: Editor) -> dict[str, str]:
     return _sum_over_roles(edit, "weight", local, edit.graph.replicated, spec)
 
 
-def _shared_along(edit: Editor) -> tuple[str, ...]:
-    """Return the axes along which ranks shard buckets; raise CompileError if they are not the same for all."""
-    program = edit.graph.program
-    layouts = {p.name: p.layout for p in program.params}
-    of_experts = [i.ref for c in program.chunks if c.experts for i in c.inputs if i.kind == "param"]
-    # whose ranks have different experts or parts of each, which are not sharded
-    apart = {part.axis for name in of_experts for part in layouts[name]}
-    along = {
-        tuple(a for a in b.shard.optim if a not in apart): b
-        for b in edit.buckets.values()
-        if b.shard.optim
-    }
-    if len(along) > 1:
-        some = " and ".join(
-            f"{', '.join(b.params[:1])} along {', '.join(axes)}"
-            for axes, b in list(along.items())[:2]
-        )
-        raise CompileError(
-            f"ranks share the states of {some}, and clip_norm and a loss scale need a norm that is summed along the "
-            f"same axes for all; let replicate share along the same axes everywhere, or leave them out"
-        )
-    return tuple({axis: None for b in edit.buckets.values() for axis in b.shard.optim})
-
-
 def _gradient_norm(edit: Editor) -> dict[str, str]:
     """Return by role the value with the squared norm of the whole gradient.
 
-    A bucket counts once, on the first role that holds it. Replicas hold equal gradients after their reductions, so the
-    sum is over roles at each data-parallel coordinate, and over the ranks that share buckets, the work of chunks or
-    experts.
+    A bucket counts once, on the first role that holds it, and each part of it on the first of the ranks that have it.
+    Replicas hold equal gradients after their reductions, so the sum is over roles at each data-parallel coordinate, and
+    over the ranks that share buckets, the work of chunks or experts.
     """
     wide = any(b.accumulate_dtype == "float64" for b in edit.buckets.values())
     spec = TensorSpec((), "float64" if wide else "float32")
+    shared = {axis for b in edit.buckets.values() for axis in b.shard.optim}
     over = tuple(
         a
         for a in edit.graph.mesh.axes
-        if a
-        in {*_shared_along(edit), *dict(edit.graph.program.axes), *dict(edit.graph.program.experts)}
+        if a in {*shared, *dict(edit.graph.program.axes), *dict(edit.graph.program.experts)}
     )
     local = {}
     for role in edit.roles:
