@@ -88,9 +88,12 @@ def test_the_page_has_what_is_counted() -> None:
     """And at one stage held at most 0.75 of torch's gathers where stages alternate."""
     found = re.findall(r"\| ([^|]+) \| (\d) \| (\d+) \| ([\d.]+) \|", PAGE.read_text())
     rows = {(title, int(held)): (int(torch), float(ours)) for title, held, torch, ours in found}
-    assert len({title for title, _ in rows}) == len(SCHEDULES) and all(
-        ours <= torch for torch, ours in rows.values()
-    )
+    assert rows and all(ours < torch for torch, ours in rows.values())
+    left_out = [title for title in SCHEDULES if (title, 1) not in rows]
+    assert len(left_out) == 5, "the schedules whose stages do not alternate"
+    for title in left_out:
+        equal = counted(title, 4, 16, 8, 1)
+        assert equal.ours == equal.torch, title
     for title in ("interleaved, v=2", "interleaved zero bubble, v=2", "DualPipe"):
         torch, ours = rows[title, 1]
         assert ours <= 0.75 * torch
