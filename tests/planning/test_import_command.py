@@ -52,6 +52,14 @@ def test_a_job_is_written_predicted_and_goes_back(source: Path, tmp_path: Path) 
     assert "--parallelism.tensor_parallel_degree=2" in text.splitlines()
 
 
+def test_a_file_that_is_written_is_named_where_its_prediction_is_refused(
+    source: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "job.py"
+    done = piper("import", "torchtitan", source, "--gpus", 8, "--cluster", "h100x4", "--out", out)
+    assert done.exit_code == 2 and out.is_file() and f"written: {out}" in done.stderr
+
+
 def test_the_numbers_of_an_import(source: Path) -> None:
     done = piper("import", "torchtitan", source, "--gpus", 8, "--cluster", "h100x8", "--json")
     told = json.loads(done.stdout)

@@ -38,6 +38,7 @@ def imported(arguments: ImportArguments) -> int:
             raise JobError(f"--out {file}: there is such a file already; give another name")
         with writing(file.parent):
             write_whole(file, foreign.text)
+            print(f"written: {file}", file=sys.stderr)  # also if its prediction is refused
     if not a.as_json:
         print("\n".join(_said(foreign, facts, every=a.every)), flush=True)
     simulation = None if a.cluster is None else _predicted(foreign, a.cluster)
@@ -45,9 +46,7 @@ def imported(arguments: ImportArguments) -> int:
         print(json.dumps(_numbers(foreign, simulation, file)))
     elif simulation is not None:
         print(_prediction(foreign, simulation, str(a.cluster)))
-    if file is not None:
-        print(f"written: {file}", file=sys.stderr)
-    elif not a.as_json:
+    if file is None and not a.as_json:
         print("", foreign.text, sep="\n")
     return DOES_NOT_FIT if simulation is not None and not simulation.fits else 0
 
