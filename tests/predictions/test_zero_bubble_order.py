@@ -1,4 +1,4 @@
-"""The orders of published zero-bubble runs are those of their software, which fill the memory that they may take."""
+"""Protect that published zero-bubble runs have the orders of their software, which fill the memory limit."""
 
 from __future__ import annotations
 

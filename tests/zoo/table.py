@@ -21,7 +21,7 @@ MOST_OF_A_REASON, MOST_OF_A_LINE = 170, 160
 
 
 def write_table(lines: Sequence[dict[str, Any]], path: Path) -> None:
-    """Replace what stands between the two marks of a page, and write the file of equal models beside the page."""
+    """Replace the text between the two marks of a page, and write the file of equal models beside the page."""
     text = path.read_text()
     before, rest = text.split(BEGIN)
     path.write_text(f"{before}{BEGIN}\n{table(lines)}\n{END}{rest.split(END)[1]}")

@@ -163,7 +163,7 @@ class StrategySpace(SpaceSizes):
         return RecipeCall("expert_parallel", how)
 
     def _cut(self, trial: Any, tokens_over: Sequence[str]) -> tuple[str, ...]:
-        """Return the axes among those that share tokens along which each expert is cut."""
+        """Return the axes along which each expert is cut, out of the axes that share tokens."""
         values = self.tried.get("cut", (False, True))
         axes = {value: tuple(CUTS.get(value, value).split("+")) for value in values if value}
         if not any(set(named) <= set(tokens_over) for named in axes.values()):

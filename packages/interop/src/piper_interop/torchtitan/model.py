@@ -136,7 +136,8 @@ def _decoder(model: Tree, layers: list[Tree]) -> tuple[ModelSizes, list[str]]:
     unlike: list[str] = []
     attention = layers[0]["attention"]
     windows = _windows([layer["attention"].get("sliding_window_size") for layer in layers])
-    if windows is None or any(_alike(x["attention"]) != _alike(attention) for x in layers):
+    first = _alike(attention)
+    if windows is None or any(_alike(layer["attention"]) != first for layer in layers):
         unlike.append("layers whose attention differs")
     fields |= _attention(attention, unlike) | (windows or {})
     if plain is not None:
@@ -164,7 +165,7 @@ def _decoder(model: Tree, layers: list[Tree]) -> tuple[ModelSizes, list[str]]:
 
 
 def _alike(tree: Any) -> Any:
-    """Return a tree without the tokens that its attention may attend to, and without how its products are quantized."""
+    """Return a tree without the windows of its attention and the quantization of its products."""
     if isinstance(tree, list):
         return [_alike(part) for part in tree]
     if not isinstance(tree, Mapping):
@@ -204,9 +205,8 @@ def _attention(tree: Tree, unlike: list[str]) -> dict[str, Any]:
             fields["head_dim"] = tree["head_dim"]
         if tree.get("qk_norm"):
             fields["qk_norm"] = True
-        if (
-            "sliding_window_size" in tree
-        ):  # of GPT-OSS, which has sinks without a field that says so
+        # The attention of GPT-OSS has sinks without a field that says so.
+        if "sliding_window_size" in tree:
             fields |= {"sinks": True, "attention": "math"}
         biases = {bool(part["bias"]) for part in _trees(tree) if "bias" in part}
         if len(biases) > 1:
