@@ -222,7 +222,7 @@ class StrategySpace(SpaceSizes):
                 tensors = "optim" if hosted is True else hosted
                 if tensors == "states" and zero in (1, 2):
                     trial.skip(
-                        f"parameters on the host are shared as the optimizer's states, and zero={zero}"
+                        f"host='states' goes with zero=0 or zero=3, and zero={zero} shards no parameters"
                     )
                 yield RecipeCall("offload", {"selection": where(), "tensors": tensors})
 
