@@ -205,7 +205,7 @@ def _steps(path: Path, module: ModuleType) -> int:
 
 def _run(path: Path) -> ModuleType:
     try:
-        path.read_bytes()
+        source = path.read_bytes()
     except (OSError, ValueError) as e:
         advice = "give a Python file that defines `job` and `strategy`"
         raise JobError(unread("the file", path, e, advice)) from None
@@ -228,6 +228,7 @@ def _run(path: Path) -> ModuleType:
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent.resolve()))
     try:
+        importlib.util.decode_source(source)  # a SyntaxError; compile has other ones for null bytes
         spec.loader.exec_module(module)
     except PiperError:
         raise
