@@ -1,6 +1,6 @@
 """Score predictions of the runs that are committed here, by source (docs/accuracy.md): of others, and our own.
 
-`piper accuracy benchmarks/published/mixtures.csv` prints the same with its rows. No constant was fitted to these runs.
+`piper accuracy benchmarks/published/mixtures.csv` prints the same with its rows. Notes name the runs that a stack was fitted to.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from piper.published.scoring import by_model, predict, scores
 from piper.published.table import read_rows
 
 FOLDER = Path(__file__).parent / "published"
-TABLES = {"mixtures.csv": "*mbc4", "nemo_runs.csv": "nemo8b*", "own_runs.csv": "*8x1024"}
+TABLES = {
+    "fsdp_runs.csv": "fms-7b",
+    "llm_foundry_h100.csv": "*13b-2048*",
+    "mixtures.csv": "*mbc4",
+    "nemo_runs.csv": "nemo8b*",
+    "nemo_2025.csv": "gb200-405b*",
+    "own_runs.csv": "*8x1024",
+}
 """The tables, each with the cases of a quick run."""
 STEP, MEMORY = 10.0, 2.0
 """The percentages within which a step of a stack that no run was fitted to should be predicted, and a peak."""

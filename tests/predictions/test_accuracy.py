@@ -96,6 +96,29 @@ def test_later_runs_of_a_fitted_stack_are_predicted_within_its_interval() -> Non
     assert all(abs(run.error or 1.0) < 0.035 for run in found)
 
 
+@each_case(
+    ("table", "cases"),
+    [("llm_foundry_h100.csv", "*-13b-2048-*"), ("nemo_2025.csv", "gb200-405b-256")],
+)
+def test_runs_that_were_not_fitted_are_predicted_as_well(table: str, cases: str) -> None:
+    rows = read_rows(Path(__file__).parents[2] / "benchmarks/published" / table, cases)
+    others = [predict(one, memory=False) for one in rows if "used to fit" not in one.note]
+    assert others and all(run.covered for run in others)
+
+
+def test_megatron_cuts_experts_along_tp_and_has_larger_buckets_for_more_replicas() -> None:
+    beside_tp = {"tp": "2", "dp": "2", "capacity": "", "note": "NeMo"}
+    cut, whole = (
+        row(read_row({**MIXTURE, **beside_tp, **more})).strategy
+        for more in ({}, {"note": "NeMo; ETP 1"})
+    )
+    hidden = [[d.hidden for d in s.directives if getattr(d, "hidden", "")] for s in (cut, whole)]
+    assert hidden == [["tp"], []]
+    many = {"dp": "256", "gpus": "512", "global_batch": "512", "note": "NeMo"}
+    sizes = [row(read_row({**TINY, **more})).states[0].bucket_mb for more in ({}, many)]  # type: ignore[attr-defined]  # replicate
+    assert sizes == [160.0, pytest.approx(4 * 256e6 / 2**20)]
+
+
 def test_our_own_runs_are_as_they_were_measured_and_as_predicted() -> None:
     """Runs on an H100 and an H200 are compared. One row waits for its host, which was a fifth quicker on another day."""
     folder = Path(__file__).parents[2] / "benchmarks"
@@ -134,6 +157,8 @@ def test_a_row_that_cannot_be_said_is_refused_with_the_reason(
         ("h100-80g-sxm", "torchtitan", "FSDP + torch.compile", "hopper-torch-compile"),
         ("h100-80g-sxm", "torchtitan", "FSDP", "hopper-torch"),
         ("h100-80g-sxm", "dgxc", "NeMo, Megatron-Core", "hopper-nemo"),
+        ("gb200-186g", "dgxc", "NeMo, Megatron-Core", "blackwell-nemo"),
+        ("h100-80g-sxm", "llm-foundry", "FSDP", "hopper-llm-foundry"),
         ("a100-80g-sxm", "Zero Bubble", "", "ampere-zero-bubble"),
         ("a100-80g-sxm", "nobody", "", "ampere-megatron"),  # tp 2, so like Megatron
     ],

@@ -19,7 +19,10 @@ none is about a row.
     schedule             1f1b and interleaved; zb1p and zb2p are ordered as their software does, with limits of p and
                          2p activations (`zero_bubble_order`)
     experts, top_k,      layers of experts, dropless or with a capacity; dp counts all replicas of the rest, of which ep
-      ep, ...            share the experts
+      ep, ...            share the experts; beside tp Megatron cuts each expert (expert_tensor_parallel_size is tp
+                         unless given: the note then says "ETP 1", and devices along tp and ep share the experts)
+    note has             kernels that wait for no launch
+      CUDA graphs
     pp x vpp > layers    embedding and head are stages of their own; with 1f1b the first and the last have fewer layers
 """
 
@@ -62,6 +65,12 @@ PADDED = 128
 """The number of which, times tp, Megatron makes a vocabulary a multiple."""
 WHOLE_MB = 2**20
 """The MiB of a bucket that holds all gradients of a role, for software that reduces them after the backward."""
+BUCKET_PER_REPLICA = 10**6
+"""The parameters of a bucket of gradients per replica in Megatron-Core, and 40 million at least.
+
+distributed/distributed_data_parallel.py: rings of many devices need large messages. Apex's distributed_fused_adam has
+buckets of one size.
+"""
 NVLINK_DOMAIN = {"gb200-186g": 72}
 """The devices that NVLink joins, where they are more than a node."""
 MICRO_BATCHES, CHUNKS = (1, 2, 4, 8, 16), (2, 3, 4, 6, 8)
@@ -197,12 +206,14 @@ def cluster_of(published: PublishedRow, stack: Stack | str | None = None) -> Clu
         raise JobError(
             f"{published.case}: {published.gpus} devices do not fill nodes of {per_node}"
         )
-    plain = load_cluster(f"{device}:{per_node}*{published.gpus // per_node}")
+    cluster = load_cluster(f"{device}:{per_node}*{published.gpus // per_node}")
     if stack is None:
         stack = published.stack or stack_for(published, device)
-    if isinstance(stack, Stack):
-        return with_stack(plain, stack)
-    return with_stack(plain, stack_named(stack)) if stack else plain
+    if stack:
+        cluster = with_stack(cluster, stack if isinstance(stack, Stack) else stack_named(stack))
+    if "CUDA graphs" in published.note:
+        cluster = cluster.each_device(lambda one: replace(one, launch_s=0.0))
+    return cluster
 
 
 def stack_for(published: PublishedRow, device: str) -> str:
@@ -334,10 +345,15 @@ def _sharding(published: PublishedRow) -> tuple[Directive, ...]:
     if published.ep > 1 and _capacity(published) is not None:
         directives += recipes.expert_parallel()
     elif published.ep > 1:
-        joint = published.tp > 1 and published.seq_parallel
+        beside_tp = published.tp > 1 and published.seq_parallel
+        cut = beside_tp and _is_megatron(published) and "ETP 1" not in published.note
+        joint = beside_tp and not cut
         joint = joint and (published.experts or 0) % (published.tp * published.ep) == 0
-        bound = 1.0 if _is_even(published) else 1.25
-        directives += recipes.expert_parallel(over=("tp", "ep") if joint else "ep", bound=bound)
+        directives += recipes.expert_parallel(
+            over=("tp", "ep") if joint else "ep",
+            bound=1.0 if _is_even(published) else 1.25,
+            hidden="tp" if cut else "",
+        )
     if published.cp > 1:
         exchange = _exchange(published)
         order: Any = "zigzag" if exchange == "ring" else ""
@@ -438,9 +454,13 @@ def _states(
         return (replicate(where(), over="dp"),)
     over = ("dp", *(["ep"] if published.ep > 1 else []))
     over = (*over, "cp") if published.cp > 1 and published.zero else over
-    if published.zero == 3:
-        item = 2 if _precision(published).reduce == "bfloat16" else 4
+    item = 2 if _precision(published).reduce == "bfloat16" else 4
+    if published.zero == 3 or (published.zero == 2 and not _is_megatron(published)):
         each = item * _layer_parameters(replace(config, layers=1)) / published.tp / 2**20
-        return (replicate(where(), over, 3, bucket_mb=max(25.0, float(round(each * 1.01)))),)
+        bucket = max(25.0, float(round(each * 1.01)))
+        return (replicate(where(), over, published.zero, bucket_mb=bucket),)  # type: ignore[arg-type]  # 2 or 3
     whole = behind or "bucketing off" in published.note
-    return (replicate(where(), over, published.zero, bucket_mb=WHOLE_MB if whole else 160.0),)  # type: ignore[arg-type]  # 0 to 3
+    grows = _is_megatron(published) and "distributed_fused_adam" not in published.note
+    replicas = published.dp * published.cp if grows else 0
+    bucket = max(160.0, item * replicas * BUCKET_PER_REPLICA / 2**20)
+    return (replicate(where(), over, published.zero, bucket_mb=WHOLE_MB if whole else bucket),)  # type: ignore[arg-type]  # 0 to 3
