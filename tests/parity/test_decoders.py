@@ -133,7 +133,9 @@ def test_an_encoder_trains_what_one_device_trains() -> None:
 
 def test_parts_of_states_along_other_axes_count_once_in_the_norm() -> None:
     """Devices along cp have the gradients of written out sinks alike, and all others in parts."""
-    job = models.job(DECODERS["sinks written out"], global_batch=4, precision="float64", clip_norm=0.1)
+    job = models.job(
+        DECODERS["sinks written out"], global_batch=4, precision="float64", clip_norm=0.1
+    )
     states = recipes.data_parallel(over=("dp", "cp"), zero=1)
     parts = (recipes.context_parallel(attention="heads"), states)
     compiled = piper.compile(job, Strategy(Mesh(dp=2, cp=2), parts))

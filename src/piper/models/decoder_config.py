@@ -215,7 +215,7 @@ class DecoderFields:
         tied: Whether embedding and head are one parameter.
         dropout: The share of the output that each part adds to the tokens, and of the embedding, that is set to 0.
         attention_dropout: The share of attention's probabilities that is set to 0; None is as much as `dropout`. With
-            it, "fused" is written out as well, in float32.
+            it, "fused" is written out as well, without sinks in float32.
         causal: Whether a token attends to itself and the tokens before it alone. With False it attends to all tokens of
             its row: an encoder (BERT, arXiv 1810.04805), whose job is to find tokens that are masked.
         token_types: Kinds of tokens, each with a vector that is added to the embedding of its tokens (BERT: 2, for two

@@ -39,18 +39,16 @@ class _Attention(torch.autograd.Function):
         out, logsumexp = attention(q, k, v, mask, is_causal, scale, enable_gqa)
         of_heads = sinks.to(logsumexp.dtype).unsqueeze(-1)
         share = torch.sigmoid(logsumexp - of_heads).transpose(1, 2).unsqueeze(-1)
-        out = (out * share).to(out.dtype)
+        result: Tensor = (out * share).to(out.dtype)
         logsumexp = torch.logaddexp(logsumexp, of_heads)
         ctx.is_causal, ctx.scale = is_causal, scale
-        ctx.save_for_backward(q, k, v, sinks, out, logsumexp, mask)
-        return out
+        ctx.save_for_backward(q, k, v, sinks, result, logsumexp, mask)
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, logsumexp, mask = ctx.saved_tensors
-        gq, gk, gv = attention_dgrad(
-            grad, q, k, v, out, logsumexp, mask, ctx.is_causal, ctx.scale
-        )
+        gq, gk, gv = attention_dgrad(grad, q, k, v, out, logsumexp, mask, ctx.is_causal, ctx.scale)
         grad_sinks = None
         if ctx.needs_input_grad[3]:
             of_heads = sinks.to(logsumexp.dtype).unsqueeze(-1)
