@@ -1,7 +1,4 @@
-"""GPT-OSS 120B on 64 H100, experts over 8: the performance archive (26.04.01) of Megatron-Bridge (067f987d).
-
-Nearest: attention with sinks is written out here, so that its scores are kept.
-"""
+"""GPT-OSS 120B on 64 H100, experts over 8: the performance archive (26.04.01) of Megatron-Bridge (067f987d)."""
 
 import piper
 from piper import models, recipes
@@ -9,7 +6,7 @@ from piper import models, recipes
 cluster = "h100x8*8@hopper-megatron"
 sizes = models.DecoderConfig(
     layers=36, width=2880, heads=64, kv_heads=8, head_dim=64, hidden=2880, vocab=201088, length=4096, theta=150000.0,
-    activation="quick_gelu", attention_bias="all", attention="math", sinks=True, window=128, window_every=2,
+    activation="quick_gelu", attention_bias="all", sinks=True, window=128, window_every=2,
     experts=models.Experts(number=128, top_k=4, hidden=2880, bias=True, clamp=7.0),
 )  # fmt: skip
 job = models.job(sizes, global_batch=1280)

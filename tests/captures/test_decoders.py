@@ -412,7 +412,7 @@ def test_a_balanced_mixture_returns_its_loss_once_for_each_mixture() -> None:
         (BASE, dict(parallel=True, parallel_norms=3), "parallel_norms=3.*1 or 2"),
         (BASE, dict(window_every=2), "window_every=2.*needs a window"),
         (BASE, dict(window=2, positions="alibi"), "window=2.*'rotary', 'learned' or 'none'"),
-        (BASE, dict(sinks=True), "sinks=True.*attention='math'"),
+        (BASE, dict(sinks=True, latent=LATENT, kv_heads=None), "sinks=True.*without `latent`"),
         (BASE, dict(qk_norm_over="all"), "qk_norm_over='all'.*qk_norm=True"),
         (
             BASE,

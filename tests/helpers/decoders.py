@@ -36,7 +36,7 @@ DECODERS: dict[str, DecoderConfig] = {
     ),
     "MPT": replace(BASE, **PLAIN, norm_bias=False, activation="gelu", positions="alibi", heads=6, head_dim=4),
     "BLOOM": replace(BASE, attention="math", positions="alibi", embedding_norm=True),
-    "sinks": replace(BASE, attention="math", sinks=True, window=3, window_every=2),
+    "sinks": replace(BASE, sinks=True, window=3, window_every=2),
     "no positions": replace(BASE, positions="none"),
     "latent": replace(BASE, kv_heads=None, latent=LATENT),
     "latent, queries of the token": replace(BASE, kv_heads=None, latent=replace(LATENT, q_rank=None)),
@@ -54,11 +54,12 @@ DECODERS: dict[str, DecoderConfig] = {
     ),
     "MTP": replace(BASE, mtp=2, kv_heads=None, latent=LATENT, experts=MIXTURE, dense_layers=1, tied=True),
     "GPT-OSS": replace(
-        BASE, attention="math", sinks=True, window=3, window_every=2, attention_bias="all", activation="quick_gelu",
+        BASE, sinks=True, window=3, window_every=2, attention_bias="all", activation="quick_gelu",
         experts=replace(MIXTURE, bias=True, clamp=0.05),
     ),
     "places and biases": replace(BASE, experts=replace(MIXTURE, bias=True, capacity_factor=1.0)),
     "BERT": BERTConfig(layers=2, width=16, heads=4, vocab=32, length=8, fused_qkv=False),
     "experts without a gate": replace(BASE, gated=False, activation="squared_relu", experts=MIXTURE),
+    "sinks written out": replace(BASE, attention="math", sinks=True, window=3, window_every=2),
 }  # fmt: skip
 """Small decoders of the kinds that are published."""

@@ -38,6 +38,7 @@ LAYOUTS: dict[str, Layout] = {
         ),
     ),
 }  # fmt: skip
+HALVES = (piper.split(piper.where(), microbatches=2),)
 CASES = [
     (name, layout)
     for k, name in enumerate(DECODERS)
@@ -74,6 +75,38 @@ def test_devices_share_heads_and_products(name: str) -> None:
     assert not whole & {"mm", "addmm", "bmm", "grouped_mm", "attention", "attention_dgrad"}
 
 
+SINKS: dict[str, tuple[Mesh, tuple[Directive, ...]]] = {
+    "backward in two, attention kept": (
+        Mesh(pp=2, dp=2),
+        (*recipes.zb_h1(pp=2, microbatches=2), *recipes.data_parallel(zero=1),
+         piper.recompute(piper.where(layer=piper.ANY), keep="attention")),
+    ),
+    "heads, inputs kept": (
+        Mesh(tp=2, dp=2),
+        (*recipes.tensor_parallel(sequence=True), *recipes.data_parallel(zero=3), *HALVES,
+         piper.recompute(piper.where(layer=piper.ANY), keep="inputs")),
+    ),
+    "ring": (Mesh(cp=2, tp=2), (*recipes.tensor_parallel(), *recipes.context_parallel(attention="ring"), *HALVES)),
+    "gathered keys": (Mesh(cp=4), (*recipes.context_parallel(attention="gather"), *HALVES)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", SINKS)
+def test_sinks_train_what_attention_written_out_trains(layout: str) -> None:
+    """The kernel's result and gradients are those of a softmax with one more column, also in parts of keys."""
+    sizes = replace(DECODERS["sinks"], window=None, window_every=1)
+    jobs = [
+        models.job(s, global_batch=4, precision="float64", lr=0.01)
+        for s in (sizes, replace(sizes, attention="math"))
+    ]
+    mesh, directives = SINKS[layout]
+    compiled = piper.compile(jobs[0], Strategy(mesh, directives))
+    run = piper.execute(compiled, steps=2, launcher="inline", memory=True, gradients=True)
+    replicas = compiled.plan.replicas
+    parity.assert_parity(run, parity.reference(jobs[1], replicas=replicas, microbatches=2, steps=2))
+    assert not lies(compiled.plan, dict(run.memory))
+
+
 def test_a_stage_of_its_own_predicts_further_tokens() -> None:
     """The embedding is then on the first stage and on this one; the plan's memory is that of the run."""
     job = models.job(replace(DECODERS["Llama"], mtp=1), global_batch=4, precision="float64")
@@ -99,8 +132,10 @@ def test_an_encoder_trains_what_one_device_trains() -> None:
 
 
 def test_parts_of_states_along_other_axes_count_once_in_the_norm() -> None:
-    """Devices along cp have the gradients of sinks alike, and all others in parts."""
-    job = models.job(DECODERS["sinks"], global_batch=4, precision="float64", clip_norm=0.1)
+    """Devices along cp have the gradients of written out sinks alike, and all others in parts."""
+    job = models.job(
+        DECODERS["sinks written out"], global_batch=4, precision="float64", clip_norm=0.1
+    )
     states = recipes.data_parallel(over=("dp", "cp"), zero=1)
     parts = (recipes.context_parallel(attention="heads"), states)
     compiled = piper.compile(job, Strategy(Mesh(dp=2, cp=2), parts))

@@ -99,7 +99,7 @@ def test_defaults_are_those_of_megatron() -> None:
         ("--attention-backend unfused", {"attention": "math", "dropout": None}),
         ("--attention-backend unfused --hidden-dropout 0.1", {"dropout": 0.1, "attention_dropout": 0.0}),
         ("--attention-backend unfused --recompute-granularity selective", {"attention": "math"}),
-        ("--softmax-type learnable", {"attention": "math", "sinks": True}),
+        ("--softmax-type learnable", {"attention": None, "sinks": True}),
         ("--padded-vocab-size 1111", {"vocab": 1111}),
         ("--make-vocab-size-divisible-by 7 --tensor-model-parallel-size 2", {"vocab": 1008}),
     ],

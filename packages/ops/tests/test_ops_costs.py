@@ -20,6 +20,7 @@ from piper_ops import (
     all_reduce,
     all_reduce_,
     all_to_all,
+    attention_with_sinks,
     float8_linear,
     fusion,
     kernel_of,
@@ -345,8 +346,9 @@ def test_registry_is_complete() -> None:
     collectives = {
         op.name() for op in (all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter, shift)
     }
-    # a linear layer in float8 is made of the other three ops, and has no kernel; nor has the wait for a collective
-    others = collectives | {fusion.name(), float8_linear.name(), wait.name()}
+    # composed ops are made of other ones, and have no kernel; nor has the wait for a collective
+    composed = {attention_with_sinks.name(), float8_linear.name()}
+    others = collectives | composed | {fusion.name(), wait.name()}
     assert {f.op.name() for record in PORTABLE.values() for f in record.formulas} | {
         op.name() for op in OF_FLOAT8
     } == registered - others

@@ -209,12 +209,11 @@ MIXTURES: Mapping[str, ConfigRow] = {
     "gpt_oss": ConfigRow(
         {**LLAMA, **_EXPERTS, "experts.number": ("num_local_experts", "num_experts"), "experts.hidden": "intermediate_size",
          "experts.top_k": ("num_experts_per_tok", "experts_per_token")},
-        {"sinks": True, "attention": "math", "experts.bias": True},
+        {"sinks": True, "experts.bias": True},
         {**DEFAULTS, "norm_topk_prob": True, "rope_theta": 150_000.0, "rms_norm_eps": 1e-5, "num_key_value_heads": 8,
          "head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2, "attention_bias": True},
         {**ATTENTION, "swiglu_alpha": {None: {}, 1.702: {}}}, "typed", _gpt_oss,
         ("swiglu_limit", "initial_context_length", "experts_per_token"),
-        ("attention with sinks is written out, which keeps its scores: a kernel for it needs less memory and time",),
     ),
 }  # fmt: skip
 """The types of mixtures that a DecoderConfig describes to the parameter; the notes name the differences."""

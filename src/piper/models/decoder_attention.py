@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from piper.models.decoder_config import DecoderFields
 from piper.models.parts import NamedFunction, norm_of, rotate
+from piper_ops import attention_with_sinks
 
 
 def windowed(length: int, window: int) -> Tensor:
@@ -36,9 +37,10 @@ class Heads(nn.Module):
 
     def __init__(self, config: DecoderFields) -> None:
         super().__init__()
-        self.heads, self.written = config.heads, config.attention == "math"
         share = config.attention_dropout
-        self.dropout = float(config.dropout if share is None else share)
+        self.heads, self.dropout = config.heads, float(config.dropout if share is None else share)
+        # no kernel draws the dropout of probabilities as others do
+        self.written = config.attention == "math" or (config.sinks and self.dropout > 0)
         self.core = NamedFunction(self.attend)
         if config.sinks:
             self.sinks = nn.Parameter(torch.empty(config.heads).normal_(std=0.02))
@@ -66,6 +68,10 @@ class Heads(nn.Module):
         grouped = k.shape[2] != q.shape[2]
         if self.alibi:
             mask = self.biased(q)
+        causal = self.causal and mask is None
+        if self.has_sinks and not self.written:
+            mixed = attention_with_sinks(q, k, v, self.sinks, mask, causal, None, grouped)
+            return mixed.reshape(rows, length, -1)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if self.written:
             mixed = self.written_out(q, k, v, mask)
@@ -76,7 +82,7 @@ class Heads(nn.Module):
                 v,
                 attn_mask=mask,
                 dropout_p=self.dropout if self.training else 0.0,
-                is_causal=self.causal and mask is None,
+                is_causal=causal,
                 enable_gqa=grouped,
             )
         return mixed.transpose(1, 2).reshape(rows, length, -1)

@@ -215,7 +215,7 @@ class DecoderFields:
         tied: Whether embedding and head are one parameter.
         dropout: The share of the output that each part adds to the tokens, and of the embedding, that is set to 0.
         attention_dropout: The share of attention's probabilities that is set to 0; None is as much as `dropout`. With
-            it, "fused" is written out as well, in float32.
+            it, "fused" is written out as well, without sinks in float32.
         causal: Whether a token attends to itself and the tokens before it alone. With False it attends to all tokens of
             its row: an encoder (BERT, arXiv 1810.04805), whose job is to find tokens that are masked.
         token_types: Kinds of tokens, each with a vector that is added to the embedding of its tokens (BERT: 2, for two
@@ -379,8 +379,7 @@ class DecoderFields:
             ("window_every", self.window_every, self.window is None and self.window_every > 1, "it needs a window"),
             ("window", self.window, self.window is not None and self.positions == "alibi",
              "positions='rotary', 'learned' or 'none' are accepted with it"),
-            ("sinks", True, self.sinks and (self.attention == "fused" or latent),
-             "fused attention has no sinks; attention='math' without `latent` is accepted"),
+            ("sinks", True, self.sinks and latent, "they are accepted without `latent`"),
             ("fused_qkv", True, self.fused_qkv and (self.key_heads != self.heads or latent or self.qk_norm_over == "all"),
              "as many heads of keys as of queries, with norms over a head or none, are needed"),
             ("rotary_part", self.rotary_part, self.rotary_part != 1 and (self.positions != "rotary" or latent),

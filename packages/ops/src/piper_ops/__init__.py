@@ -8,6 +8,7 @@ collectives inside of steps. Other packages import names from here.
 from piper_ops.attention.context import context_add, context_add_, context_merge, context_take
 from piper_ops.attention.lowering import Lowering, attention_lowering
 from piper_ops.attention.sdpa import attention, attention_dgrad
+from piper_ops.attention.sinks import attention_with_sinks
 from piper_ops.costing.attention_lowerings import is_written_on_cpu
 from piper_ops.costing.costs import KernelInfo, kernel_of, op_cost, own_costs
 from piper_ops.costing.registry import PORTABLE, Formula, PortableOp
@@ -182,6 +183,7 @@ __all__ = [
     "attention",
     "attention_dgrad",
     "attention_lowering",
+    "attention_with_sinks",
     "backward_step",
     "batch_leaves",
     "batch_pair",

@@ -87,7 +87,7 @@ def _attention(fields: dict[str, Any], options: WrittenOptions) -> None:
         options.add("num-query-groups", fields["kv_heads"])
     if fields["head_dim"] is not None:
         options.add("kv-channels", fields["head_dim"])
-    options.add("attention-backend", "unfused" if written and not fields["sinks"] else None)
+    options.add("attention-backend", "unfused" if written else None)
     options.add("softmax-type", "learnable" if fields["sinks"] else None)
     options.add("hidden-dropout", fields["dropout"])
     share = fields["attention_dropout"]

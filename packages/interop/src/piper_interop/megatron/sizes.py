@@ -175,7 +175,6 @@ def _balance(foreign: Foreign) -> float:
 def _attention(foreign: Foreign) -> dict[str, Any]:
     width, heads = _needed(foreign, "hidden-size"), _needed(foreign, "num-attention-heads")
     grouped, written = foreign["group-query-attention"], written_out(foreign)
-    sinks = foreign["softmax-type"] == "learnable"
     biased = "none" if foreign["disable-bias-linear"] else "all"
     if biased == "none" and foreign["add-qkv-bias"]:
         biased = "qkv"
@@ -189,8 +188,8 @@ def _attention(foreign: Foreign) -> dict[str, Any]:
         "head_dim": channels if channels is not None and channels * heads != width else None,
         "attention_bias": biased,
         "qk_norm": foreign["qk-layernorm"],
-        "sinks": sinks,
-        "attention": "math" if written or sinks else "fused",
+        "sinks": foreign["softmax-type"] == "learnable",
+        "attention": "math" if written else "fused",
         "latent": None,
         **_window(foreign),
     }

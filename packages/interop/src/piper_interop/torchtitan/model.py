@@ -207,7 +207,7 @@ def _attention(tree: Tree, unlike: list[str]) -> dict[str, Any]:
             fields["qk_norm"] = True
         # The attention of GPT-OSS has sinks without a field that says so.
         if "sliding_window_size" in tree:
-            fields |= {"sinks": True, "attention": "math"}
+            fields["sinks"] = True
         biases = {bool(part["bias"]) for part in _trees(tree) if "bias" in part}
         if len(biases) > 1:
             unlike.append("biases of some products of attention")

@@ -94,9 +94,7 @@ TABLE: OptionTable = {
     "model.other": Unsupported(
         "a model with these parts", "write a FILE.py whose `job` builds torchtitan's own module, and plan that"
     ),
-    "model.sinks": Nearest(
-        "attention with sinks is written out", "predicted too slow, with the scores of all tokens kept"
-    ),
+    "model.sinks": Mapped("sinks"),
     "model.dispatcher": (
         Nearest(
             "tokens go to experts by an all-to-all of rows",
