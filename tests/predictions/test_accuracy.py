@@ -114,7 +114,7 @@ def test_megatron_cuts_experts_along_tp_and_has_larger_buckets_for_more_replicas
     )
     hidden = [[d.hidden for d in s.directives if getattr(d, "hidden", "")] for s in (cut, whole)]
     assert hidden == [["tp"], []]
-    many = {"dp": "256", "gpus": "512", "global_batch": "512", "note": "NeMo"}
+    many = {"dp": "256", "gpus": "512", "global_batch": "512", "note": "Megatron-LM"}
     sizes = [row(read_row({**TINY, **more})).states[0].bucket_mb for more in ({}, many)]  # type: ignore[attr-defined]  # replicate
     assert sizes == [160.0, pytest.approx(4 * 256e6 / 2**20)]
 

@@ -65,6 +65,12 @@ PADDED = 128
 """The number of which, times tp, Megatron makes a vocabulary a multiple."""
 WHOLE_MB = 2**20
 """The MiB of a bucket that holds all gradients of a role, for software that reduces them after the backward."""
+NARROW_WORDS = ("PURE mixed", "reduced in bf16", "NeMo")
+"""The words of a note whose software adds up and reduces gradients in bfloat16.
+
+Each yaml of NeMo in NVIDIA/dgxc-benchmarking, v24.11.1 to v25.02, has grad_sync_dtype: bf16, and the memory between
+steps in its logs of v25.04 is as large as with 16-bit gradients.
+"""
 BUCKET_PER_REPLICA = 10**6
 """The parameters of a bucket of gradients per replica in Megatron-Core, and 40 million at least.
 
@@ -311,7 +317,7 @@ def _precision(published: PublishedRow) -> Any:
 
     if "parameters in bf16" in published.note:
         return Precision(params="bfloat16")
-    narrow = any(w in published.note for w in ("PURE mixed", "reduced in bf16"))
+    narrow = any(w in published.note for w in NARROW_WORDS)
     return Precision(
         params="float32", compute="bfloat16", reduce="bfloat16" if narrow else "float32"
     )
