@@ -82,8 +82,8 @@ def tiled(joint: Joint, rows: int, tiles: int) -> Joint:
     regions = [_region(n) for n in joint.graph.nodes if n.target is LOSS]
     if not regions:
         raise refused(
-            "the chunk that ends the model has no cross-entropy: torch.nn.functional.cross_entropy of a linear layer's "
-            "result is needed, with reduction 'mean' or 'sum'"
+            "the chunk that ends the model has no cross-entropy that tiles know: torch.nn.functional.cross_entropy of a "
+            "linear layer's result is needed, with reduction 'mean' or 'sum', without label_smoothing and weights"
         )
     for region in regions:
         tokens = aliasing.tensor(region.source).shape[0]

@@ -98,7 +98,7 @@ def batch(foreign: Foreign, replicas: int) -> tuple[int, int]:
     if whole < 1 or whole % (rows * replicas):
         raise JobError(
             f"{foreign.source}: {whole} rows of a step do not divide into {replicas} replicas with microbatches of "
-            f"{rows}; give --gpus, or --set with other rows"
+            f"{rows}; give a --gpus whose replicas divide {max(1, whole // rows)}, or --set with other rows"
         )
     return whole, rows
 
