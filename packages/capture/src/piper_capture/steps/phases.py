@@ -9,9 +9,9 @@
 A step that needs a node of an earlier step gets it through a port, as the node's whole storage, unless it can *repeat*
 the node: a view, an op without tensor inputs that draws no random numbers, a view or cast of a parameter (saving
 `weight.t()` would keep a gathered parameter alive), or the rows that a device sends to experts elsewhere, which are
-copies of its tokens (saving them would take k times the bytes of the tokens, which are mostly kept anyway). Inputs of the chunk are read again, never saved. A storage that an
-output port owns already is read from there. A parameter's gradient that I computes on the way goes to W like any other
-node.
+copies of its tokens (saving them would take k times the bytes of the tokens, which are mostly kept anyway). Inputs of
+the chunk are read again, never saved. A storage that an output port owns already is read from there. A parameter's
+gradient that I computes on the way goes to W like any other node.
 """
 
 from __future__ import annotations
@@ -226,8 +226,9 @@ def _sends_rows(node: fx.Node) -> bool:
     """Return whether a node makes the rows that a device sends to experts, which further rounds send again."""
     if node.target is route:
         return any(_sends_rows(item) for item in node.users)
-    sorted_rows = node.target is operator.getitem and node.args[1] == 0
-    return sorted_rows and any(user.target in ROUNDS for user in node.users)
+    if node.target is not operator.getitem or node.args[1] != 0:
+        return False
+    return any(user.target in ROUNDS for user in node.users)
 
 
 def _of_parameter(node: fx.Node, joint: Joint) -> bool:

@@ -1,0 +1,85 @@
+"""Size the tensors of dropless experts as a software stack keeps them, which may hold less than the plan's runtime.
+
+A plan has places for `bound` times the mean rows of a device, and keeps the experts' results for the gradient of the
+router's shares. Megatron-Core allocates for the rows that came (`Stack.places`), and since 0.13 multiplies shares into
+the experts' activation, so that no backward reads a result (`Stack.shares`). Rows are counted as if experts were chosen
+equally often, and temporaries inside of a step as in the plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from piper_ir.ground.sizes import TensorSpec, bind
+from piper_ir.plan.instr_table import InstrTable, ValueTable
+from piper_ir.plan.plan import Plan, RolePlan
+from piper_ir.program.ops import Compute
+from piper_ir.program.program import Chunk
+from piper_simulator.cluster.stacks import Stack
+
+
+def kept_by(stack: Stack | None, plan: Plan, role: RolePlan) -> RolePlan:
+    """Return a role with its experts' tensors as large as a stack keeps them; the role itself if none differs."""
+    if stack is None or not stack.sizes_experts:
+        return role
+    table, sizes = role.table, dict[int, int]()
+    by_chunk: dict[str, dict[str, int]] = {}
+    for template in table.templates:
+        for part in template.parts:
+            if not isinstance(part.op, Compute):
+                continue
+            chunk = plan.chunk(part.op.variant)
+            if chunk.variant not in by_chunk:
+                by_chunk[chunk.variant] = _sizes(stack, chunk)
+            if own := by_chunk[chunk.variant]:
+                ports = zip(chunk.steps[part.op.step].writes, part.writes, strict=True)
+                sizes |= {v // table.values.count: own[port] for port, v in ports if port in own}
+    return replace(role, program=_resized(table, sizes)) if sizes else role
+
+
+def _sizes(stack: Stack, chunk: Chunk) -> dict[str, int]:
+    """Return the rows of each port of a chunk of experts of which a stack keeps another number."""
+    results = _results(chunk) if stack.shares == "activation" else ""
+    sizes = {results: 0} if results else {}
+    region = chunk.steps["F"].experts
+    if stack.places == "rows" and region is not None:
+        rows, places = bind(region.rows, 0), bind(region.places, 0)
+        for port, spec in chunk.ports.items():
+            if port.startswith(("saved", "iw")) and spec.shape[:1] == (places,) != (rows,):
+                sizes.setdefault(port, rows)
+    return sizes
+
+
+def _results(chunk: Chunk) -> str:
+    """Return the port that keeps the experts' results [rows, width] for the shares' gradient; "" if there is none.
+
+    Only that gradient reads it, in I. The rows are the ones of the device's own choices, whose number divides the rows
+    of its experts; tensors of a shared expert beside them have fewer.
+    """
+    forward, backward = chunk.steps["F"], chunk.steps.get("I")
+    width = chunk.ports["out0"].shape[-1:] if "out0" in chunk.ports else ()
+    if backward is None or not any(k.op == "unroute_wgrad" for k in backward.cost.kernels):
+        return ""
+    products = [k for k in forward.cost.kernels if k.rows_dim is not None]
+    rows = forward.experts.rows if forward.experts is not None else products[0].dims[0]
+    elsewhere = chunk.steps["W"].reads if "W" in chunk.steps else ()
+    found = {
+        port: bind(chunk.ports[port].shape[0], 0)
+        for port in backward.reads
+        if port.startswith("saved") and port not in elsewhere
+        if len(chunk.ports[port].shape) == 2 and chunk.ports[port].shape[1:] == width
+    }
+    found = {port: n for port, n in found.items() if n and not bind(rows, 0) % n}
+    return max(found, key=found.__getitem__, default="")
+
+
+def _resized(table: InstrTable, rows: dict[int, int]) -> InstrTable:
+    """Return a program some of whose values have other numbers of rows."""
+    values = table.values
+    kinds = [
+        (TensorSpec((rows[v], *kind[0].shape[1:]), kind[0].dtype), kind[1]) if v in rows else kind
+        for v, kind in enumerate(values.kinds)
+    ]
+    sized = ValueTable(values.ids, values.tails, tuple(kinds), values.whole, values.count)
+    columns = table.waits, table.early, table.made, table.first, table.astray
+    return InstrTable(sized, table.templates, table.used, table.mbs, *columns)
