@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 import piper
-from piper import models
+from piper import ANY, models, where
 from piper_autotune import NothingFoundError
 from piper_compiler import Strategy
+from piper_ir.program.ops import Compute
 from piper_simulator import load_cluster
 from piper_simulator.memory.experts_kept import kept_by
 
@@ -76,3 +77,22 @@ def test_a_stack_keeps_the_tensors_of_experts_in_its_own_sizes(ep: int) -> None:
     saved, between = 64 + 4 * 48, 64 + 2 * 48  # of a row: by F, and from I to W
     assert usual - least - results == (ep - 1) * 2 * (choices // 2) * (saved + between) * 4
     assert (lower > lowest) == (ep > 1)
+
+
+def test_results_are_told_from_the_other_tensors_that_experts_keep() -> None:
+    """Experts as wide as tokens, a shared one as wide, too, and activations and rows that are made again: one tensor of
+    the size of the results is left out in each layer, and it is one that F keeps."""
+    sizes = replace(MIXTURE, experts=replace(MIXTURE.experts, hidden=64, shared_hidden=64))
+    again = piper.recompute(where(layer=ANY), modules=("*.activation", "*.sort"))
+    plan = piper.compile(
+        models.job(sizes, global_batch=4, precision="float32"), Strategy(piper.Mesh(), (again,))
+    ).plan
+    stack = replace(CLUSTER.device.stack, shares="activation", places="rows")
+    (role,) = plan.roles
+    kept = kept_by(stack, plan, role).table.values
+    resized = zip(role.table.values.nbytes, kept.nbytes, strict=True)
+    left = [kept.names[v * kept.count] for v, (a, b) in enumerate(resized) if a != b]
+    assert sum(role.table.values.nbytes) - sum(kept.nbytes) == 2 * 4 * 64 * 2 * 64 * 4
+    parts = [p for instr in role.program for p in instr.parts if isinstance(p.op, Compute)]
+    made = {v: p.op.step for p in parts for v in p.writes}
+    assert [made[name] for name in left] == ["F", "F"]

@@ -53,24 +53,28 @@ def _sizes(stack: Stack, chunk: Chunk) -> dict[str, int]:
 def _results(chunk: Chunk) -> str:
     """Return the port that keeps the experts' results [rows, width] for the shares' gradient; "" if there is none.
 
-    Only that gradient reads it, in I. The rows are the ones of the device's own choices, whose number divides the rows
-    of its experts; tensors of a shared expert beside them have fewer.
+    Its rows are the ones of the device's own choices, whose number divides the rows of its experts; tensors of a shared
+    expert beside them have fewer. Of several of one size, as where experts are as wide as tokens, any one will do that
+    the same step makes.
     """
     forward, backward = chunk.steps["F"], chunk.steps.get("I")
     width = chunk.ports["out0"].shape[-1:] if "out0" in chunk.ports else ()
     if backward is None or not any(k.op == "unroute_wgrad" for k in backward.cost.kernels):
         return ""
     products = [k for k in forward.cost.kernels if k.rows_dim is not None]
-    rows = forward.experts.rows if forward.experts is not None else products[0].dims[0]
-    elsewhere = chunk.steps["W"].reads if "W" in chunk.steps else ()
-    found = {
-        port: bind(chunk.ports[port].shape[0], 0)
-        for port in backward.reads
-        if port.startswith("saved") and port not in elsewhere
-        if len(chunk.ports[port].shape) == 2 and chunk.ports[port].shape[1:] == width
-    }
-    found = {port: n for port, n in found.items() if n and not bind(rows, 0) % n}
-    return max(found, key=found.__getitem__, default="")
+    rows = bind(forward.experts.rows if forward.experts is not None else products[0].dims[0], 0)
+    for step in ("F", "R"):
+        made = chunk.steps[step].writes if step in chunk.steps else ()
+        found = {
+            port: bind(chunk.ports[port].shape[0], 0)
+            for port in backward.reads
+            if port in made and port.startswith("saved")
+            if len(chunk.ports[port].shape) == 2 and chunk.ports[port].shape[1:] == width
+        }
+        found = {port: n for port, n in found.items() if n and not rows % n}
+        if found:
+            return max(found, key=found.__getitem__)
+    return ""
 
 
 def _resized(table: InstrTable, rows: dict[int, int]) -> InstrTable:
