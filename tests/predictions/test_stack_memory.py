@@ -13,7 +13,7 @@ from piper_autotune import NothingFoundError
 from piper_compiler import Strategy
 from piper_ir.program.ops import Compute
 from piper_simulator import load_cluster
-from piper_simulator.memory.experts_kept import kept_by
+from piper_simulator.memory.kept_tensors import kept_by
 
 CLUSTER = load_cluster("h100x2@hopper-megatron")
 SIZES = models.LlamaConfig(layers=2, width=64, heads=4, kv_heads=2, hidden=96, vocab=512, length=64)
@@ -63,7 +63,7 @@ def test_a_stack_keeps_the_tensors_of_experts_in_its_own_sizes(ep: int) -> None:
 
     def kept(**facts: Any) -> tuple[int, int]:
         """Return the bytes of all values, and the most that are held, of a device under a stack."""
-        stack = replace(CLUSTER.device.stack, holds=(), loss_keeps=0, **facts)
+        stack = replace(CLUSTER.device.stack, holds=(), loss_keeps=0, **{"remakes": (), **facts})
         cluster = load_cluster(f"h100x{ep}").each_device(lambda d: replace(d, stack=stack))
         values = kept_by(stack, plan, role).table.values.nbytes
         return sum(values), max(piper.simulate(plan, cluster).held_bytes)
@@ -77,11 +77,13 @@ def test_a_stack_keeps_the_tensors_of_experts_in_its_own_sizes(ep: int) -> None:
     saved, between = 64 + 4 * 48, 64 + 2 * 48  # of a row: by F, and from I to W
     assert usual - least - results == (ep - 1) * 2 * (choices // 2) * (saved + between) * 4
     assert (lower > lowest) == (ep > 1)
+    remade, bare = kept(shares="activation", places="rows", remakes=("silu",))
+    assert least - remade == 2 * choices * 48 * 4 and bare < lowest
 
 
 def test_results_are_told_from_the_other_tensors_that_experts_keep() -> None:
-    """Experts as wide as tokens, a shared one as wide, too, and activations and rows that are made again: one tensor of
-    the size of the results is left out in each layer, and it is one that F keeps."""
+    """Experts as wide as tokens, a shared one as wide, too, and activations and rows that the plan makes again: one
+    tensor of the size of the results is left out in each layer, of those of F, and no activation."""
     sizes = replace(MIXTURE, experts=replace(MIXTURE.experts, hidden=64, shared_hidden=64))
     again = piper.recompute(where(layer=ANY), modules=("*.activation", "*.sort"))
     plan = piper.compile(

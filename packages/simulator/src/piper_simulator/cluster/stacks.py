@@ -127,9 +127,9 @@ class Stack:
     constants: Mapping[str, StackConstant] = field(default_factory=dict)
 
     @property
-    def sizes_experts(self) -> bool:
-        """Return whether it keeps tensors of dropless experts in other sizes than a plan."""
-        return self.shares == "activation" or self.places == "rows"
+    def keeps_otherwise(self) -> bool:
+        """Return whether it keeps tensors in other sizes than a plan."""
+        return self.shares == "activation" or self.places == "rows" or bool(self.remakes)
 
     @property
     def number(self) -> dict[str, float]:

@@ -1,9 +1,10 @@
-"""Size the tensors of dropless experts as a software stack keeps them, which may hold less than the plan's runtime.
+"""Size the tensors that a software stack keeps otherwise than the plan's own runtime.
 
-A plan has places for `bound` times the mean rows of a device, and keeps the experts' results for the gradient of the
-router's shares. Megatron-Core allocates for the rows that came (`Stack.places`), and since 0.13 multiplies shares into
-the experts' activation, so that no backward reads a result (`Stack.shares`). Rows are counted as if experts were chosen
-equally often, and temporaries inside of a step as in the plan.
+A plan has places for `bound` times the mean rows of dropless experts, and keeps the experts' results for the gradient
+of the router's shares. Megatron-Core allocates for the rows that came (`Stack.places`), and since 0.13 multiplies
+shares into the experts' activation, so that no backward reads a result (`Stack.shares`). Rows are counted as if experts
+were chosen equally often. Of activations that its kernels make again (`Stack.remakes`), none is kept. Temporaries
+inside of a step are counted as in the plan.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from piper_simulator.cluster.stacks import Stack
 
 
 def kept_by(stack: Stack | None, plan: Plan, role: RolePlan) -> RolePlan:
-    """Return a role with its experts' tensors as large as a stack keeps them; the role itself if none differs."""
-    if stack is None or not stack.sizes_experts:
+    """Return a role with its tensors as large as a stack keeps them; the role itself if none differs."""
+    if stack is None or not stack.keeps_otherwise:
         return role
     table, sizes = role.table, dict[int, int]()
     by_chunk: dict[str, dict[str, int]] = {}
@@ -38,9 +39,10 @@ def kept_by(stack: Stack | None, plan: Plan, role: RolePlan) -> RolePlan:
 
 
 def _sizes(stack: Stack, chunk: Chunk) -> dict[str, int]:
-    """Return the rows of each port of a chunk of experts of which a stack keeps another number."""
+    """Return the size along the first dimension of each port of a chunk that a stack keeps otherwise."""
     results = _results(chunk) if stack.shares == "activation" else ""
     sizes = {results: 0} if results else {}
+    sizes |= {port: 0 for op in stack.remakes for port in _activations(chunk, op, results)}
     region = chunk.steps["F"].experts
     if stack.places == "rows" and region is not None:
         rows, places = bind(region.rows, 0), bind(region.places, 0)
@@ -77,8 +79,34 @@ def _results(chunk: Chunk) -> str:
     return ""
 
 
+def _activations(chunk: Chunk, op: str, results: str) -> list[str]:
+    """Return ports of as many bytes as the results of a gate's activation that F keeps, unless R makes these again.
+
+    A gate keeps three such tensors for I: what the activation takes, its result, and the other factor.
+    """
+    forward, backward = chunk.steps["F"], chunk.steps.get("I")
+    if backward is None:
+        return []
+    left: list[str] = []
+    again = (
+        [k.bytes for k in chunk.steps["R"].cost.kernels if k.op == op] if "R" in chunk.steps else []
+    )
+    for kernel in forward.cost.kernels:
+        if kernel.op != op or kernel.bytes in again:
+            continue
+        half = bind(kernel.bytes, 0) // 2  # it reads as much as it writes
+        alike = [
+            port
+            for port in forward.writes
+            if port.startswith("saved") and port in backward.reads and port != results
+            if bind(chunk.ports[port].nbytes, 0) == half
+        ]
+        left += alike[: kernel.count] if len(alike) >= 3 * kernel.count else []
+    return left
+
+
 def _resized(table: InstrTable, rows: dict[int, int]) -> InstrTable:
-    """Return a program some of whose values have other numbers of rows."""
+    """Return a program some of whose values have other sizes along their first dimension."""
     values = table.values
     kinds = [
         (TensorSpec((rows[v], *kind[0].shape[1:]), kind[0].dtype), kind[1]) if v in rows else kind
