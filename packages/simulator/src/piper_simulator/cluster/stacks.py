@@ -75,7 +75,7 @@ class Stack:
         remakes: operators whose results the backward's kernels make again, so that they are not saved.
         shares: the router's shares are multiplied into the experts' "results", which are saved for their gradient, or
             into the "activation" between their products; then no result is saved.
-        places: dropless experts have tensors of as many rows as the plan's "bound" says, or of the "rows" that came.
+        places: dropless experts keep and send as many rows as the plan's "bound" says, or the "rows" there are.
         passes: operator, or one of a step ("W.add") -> the bytes that its kernels move, over the ones that the plan
             counts; 0 where there are none.
         fills: kinds of kernels whose results are filled with NaN before they are written.

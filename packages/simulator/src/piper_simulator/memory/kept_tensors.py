@@ -82,7 +82,7 @@ def _results(chunk: Chunk) -> str:
 def _activations(chunk: Chunk, op: str, results: str) -> list[str]:
     """Return ports of as many bytes as the results of a gate's activation that F keeps, unless R makes these again.
 
-    A gate keeps three such tensors for I: what the activation takes, its result, and the other factor.
+    A gate keeps three such tensors for I: the operand of the activation, its result, and the other factor.
     """
     forward, backward = chunk.steps["F"], chunk.steps.get("I")
     if backward is None:
