@@ -1,7 +1,7 @@
 """DeepSeek-V3 with its MTP block on 1,024 H100, experts over tp and 32 replicas: the bf16 recipe of Megatron-Bridge (067f987d).
 
 Stages as its layout: one layer, 30 of two, and MTP with the head. mla_up_proj and mlp are made again, SwiGLU keeps inputs.
-Nearest: outputs of experts are kept for the gradient of their shares, routers in bfloat16, moments in float32.
+Nearest: a run keeps outputs of experts for the gradient of their shares, routers in bfloat16, moments in float32.
 """
 
 from dataclasses import replace

@@ -14,6 +14,7 @@ from torch import Tensor
 import piper
 from piper import ANY, Mesh, Precision, Strategy, models, recipes, where
 from piper.api.compiling.compiling import Compiled
+from piper_capture.steps import phases
 from piper_ir.ground.errors import DirectiveError, RankError
 from piper_ir.program.layout import DimPart
 from piper_ir.verify import verify
@@ -194,6 +195,26 @@ def test_further_rounds_add_to_what_round_0_made() -> None:
     assert all(f"piper::experts_further_{name}_" in texts for name in ("dgrad", "wgrad"))
     assert "piper::experts_return_dgrad" not in texts and "piper::experts_return_wgrad" not in texts
     assert "_piper_grouped_mm_wgrad__default(" in texts and "any_rows=True" in texts
+
+
+def test_the_backward_makes_the_rows_again_that_a_device_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of [choices, width] F keeps the experts' results alone; the control is a plan that keeps the rows, too."""
+
+    def kept(bound: float) -> list[int]:
+        made = compiled("uniform", Mesh(ep=2), bound=bound)
+        chunk = next(c for c in made.plan.chunks if c.experts)
+        assert [[k.op for k in chunk.steps[s].cost.kernels].count("route") for s in "FIW"] == again
+        saved = (chunk.ports[w] for w in chunk.steps["F"].writes if w.startswith("saved"))
+        assert_right("uniform", made)
+        return [spec.shape for spec in saved].count((4 * TOKENS * 2, WIDTH))
+
+    again = [1, 1, 1]
+    assert kept(1.5) == 1
+    monkeypatch.setattr(phases, "_sends_rows", lambda node: False)
+    again = [1, 0, 0]
+    assert kept(1.75) == 2
 
 
 COMPOSED: dict[str, tuple[Mesh, list[Any], dict[str, Any]]] = {

@@ -88,6 +88,8 @@ CASES_OF_MODULES: tuple[tuple[str, str, Directives, dict[str, Any], int], ...] =
     ("mixed", "ep", EXPERTS, {"modules": "layers.1-1.feed_forward"}, 3),
     ("mixed", "", GPIPE, {"modules": "*.sort"}, 0),
     ("mixed", "ep", EXPERTS, {"modules": ("*.sort", "*.activation")}, 0),
+    ("mixed", "", GPIPE, {"modules": "*.results"}, 1),
+    ("mixed", "ep", EXPERTS, {"modules": "*.results"}, 1),
 )
 """Model, axis of two devices, strategy, arguments of recompute, products that R makes again in a chunk."""
 

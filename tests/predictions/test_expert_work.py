@@ -27,7 +27,7 @@ from piper_ir.program.program import Chunk, Cost, Step
 from piper_ir.verify import verify
 from piper_ops import grouped_mm, route, unroute
 from piper_ops.experts import rounds
-from piper_simulator import Cluster, DeviceModel, Zipf, cpu_local, load_cluster, simulate
+from piper_simulator import Cluster, DeviceModel, Zipf, cpu_local, load_cluster, simulate, work_of
 from piper_simulator.contention.loads import _pieces
 from piper_simulator.contention.rates import Flow
 from piper_simulator.durations import device_model
@@ -121,6 +121,28 @@ def test_products_are_those_of_the_rows_of_the_fullest_device(load: float) -> No
         == 8 * (rows * (HIDDEN + WIDTH) + EXPERTS // DEVICES * HIDDEN * WIDTH)
         + 8 * EXPERTS // DEVICES
     )
+
+
+@pytest.mark.parametrize("load", [1.0, 2.0])
+def test_software_without_places_sends_and_multiplies_the_rows_there_are(load: float) -> None:
+    """In one round, so that the backward computes none again: places for 1.25 times the mean are in the plan alone."""
+    plan = compiled("uniform", Mesh(ep=DEVICES)).plan
+    usual = load_cluster(f"h100x{DEVICES}@hopper-megatron")
+    assert usual.device.stack is not None
+    in_places = replace(usual.device.stack, places="bound")
+    sent, multiplied = list[int](), list[int]()
+    for cluster in (usual, usual.each_device(lambda d: replace(d, stack=in_places))):
+        model = DeviceModel(plan, cluster, None, loads=((load, 1.0),))
+        program = plan.roles[0].program
+        works = list(work_of(model, plan))[: len(program)]
+        steps = [{p.op.step for p in i.parts if isinstance(p.op, Compute)} for i in program]
+        forward = [work for work, step in zip(works, steps, strict=True) if "F" in step]
+        inside = [m for work in forward for m in work.inside if m.op == "all_to_all"]
+        sent.append(sum(m.bytes for m in inside))
+        multiplied.append(sum(work.flops for work in works))
+    rounds_too = max(1.25, load)  # the places of round 0, and the rows above them
+    assert sent[0] / sent[1] == pytest.approx(load / rounds_too, rel=1e-3)
+    assert multiplied[0] < multiplied[1] if load > 1.25 else multiplied[0] == multiplied[1]
 
 
 @pytest.mark.long
@@ -473,9 +495,9 @@ def test_measured_steps_of_equal_layers_are_scaled_by_one_calculation(
     """The loads of a run may be hundreds, and each is a calculation of its own."""
     calls: list[float] = []
 
-    def counted(chunk: Chunk, step: Step, load: float) -> Cost:
+    def counted(chunk: Chunk, step: Step, load: float, **how: bool) -> Cost:
         calls.append(load)
-        return loaded(chunk, step, load)
+        return loaded(chunk, step, load, **how)
 
     monkeypatch.setattr(device_model, "loaded", counted)
     model = DeviceModel(plan_of(None), NODES, None, tuple((1 + k / 100, 0.01) for k in range(100)))

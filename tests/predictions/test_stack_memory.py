@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 import piper
-from piper import models
+from piper import ANY, models, where
 from piper_autotune import NothingFoundError
 from piper_compiler import Strategy
+from piper_ir.program.ops import Compute
 from piper_simulator import load_cluster
+from piper_simulator.memory.kept_tensors import kept_by
 
 CLUSTER = load_cluster("h100x2@hopper-megatron")
 SIZES = models.LlamaConfig(layers=2, width=64, heads=4, kv_heads=2, hidden=96, vocab=512, length=64)
@@ -39,3 +42,59 @@ def test_a_plan_that_fits_but_for_the_buffers_of_its_software_does_not_fit(job: 
     assert study.best_row is not None and study.best_row.device_bytes == needs
     with pytest.raises(NothingFoundError, match="1 B more than the limit"):
         piper.tune(job, strategy, cluster=short, trials=1, workers=0)
+
+
+MIXTURE = models.DecoderConfig(
+    layers=2, width=64, heads=4, hidden=96, vocab=128, length=64, experts=models.Experts(number=4, top_k=2, hidden=48)
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_a_stack_keeps_the_tensors_of_experts_in_its_own_sizes(ep: int) -> None:
+    """No results of 64 x 2 choices in each row of tokens, and no spare places of what the experts compute."""
+    shared = piper.recipes.expert_parallel(bound=1.5) if ep > 1 else ()
+    rows = piper.recipes.data_parallel(over=("dp", "ep"))
+    plan = piper.compile(
+        models.job(MIXTURE, global_batch=4, precision="float32"),
+        Strategy(piper.Mesh(ep=ep), (*shared, *rows)),
+    ).plan
+    assert CLUSTER.device.stack is not None
+    choices, (role,) = 4 // ep * 64 * 2, plan.roles
+
+    def kept(**facts: Any) -> tuple[int, int]:
+        """Return the bytes of all values, and the most that are held, of a device under a stack."""
+        stack = replace(CLUSTER.device.stack, holds=(), loss_keeps=0, **{"remakes": (), **facts})
+        cluster = load_cluster(f"h100x{ep}").each_device(lambda d: replace(d, stack=stack))
+        values = kept_by(stack, plan, role).table.values.nbytes
+        return sum(values), max(piper.simulate(plan, cluster).held_bytes)
+
+    usual, peak = kept(shares="results", places="bound")
+    less, lower = kept(shares="activation", places="bound")
+    assert kept_by(None, plan, role) is role
+    least, lowest = kept(shares="activation", places="rows")
+    results = 2 * choices * 64 * 4
+    assert usual - less == results and 0 < peak - lower <= results
+    saved, between = 64 + 4 * 48, 64 + 2 * 48  # of a row: by F, and from I to W
+    assert usual - least - results == (ep - 1) * 2 * (choices // 2) * (saved + between) * 4
+    assert (lower > lowest) == (ep > 1)
+    remade, bare = kept(shares="activation", places="rows", remakes=("silu",))
+    assert least - remade == 2 * choices * 48 * 4 and bare < lowest
+
+
+def test_results_are_told_from_the_other_tensors_that_experts_keep() -> None:
+    """Experts as wide as tokens, a shared one as wide, too, and activations and rows that the plan makes again: one
+    tensor of the size of the results is left out in each layer, of those of F, and no activation."""
+    sizes = replace(MIXTURE, experts=replace(MIXTURE.experts, hidden=64, shared_hidden=64))
+    again = piper.recompute(where(layer=ANY), modules=("*.activation", "*.sort"))
+    plan = piper.compile(
+        models.job(sizes, global_batch=4, precision="float32"), Strategy(piper.Mesh(), (again,))
+    ).plan
+    stack = replace(CLUSTER.device.stack, shares="activation", places="rows")
+    (role,) = plan.roles
+    kept = kept_by(stack, plan, role).table.values
+    resized = zip(role.table.values.nbytes, kept.nbytes, strict=True)
+    left = [kept.names[v * kept.count] for v, (a, b) in enumerate(resized) if a != b]
+    assert sum(role.table.values.nbytes) - sum(kept.nbytes) == 2 * 4 * 64 * 2 * 64 * 4
+    parts = [p for instr in role.program for p in instr.parts if isinstance(p.op, Compute)]
+    made = {v: p.op.step for p in parts for v in p.writes}
+    assert [made[name] for name in left] == ["F", "F"]

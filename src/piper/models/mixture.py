@@ -27,6 +27,14 @@ Product = Literal["gate", "up", "down"]
 """The products of an expert, by the name of their weights."""
 
 
+def _results(
+    product: Callable[[Tensor, Product], Tensor], hidden: Tensor, chosen: Tensor, share: Tensor
+) -> Tensor:
+    """Return the sum over each token's choices of share x the result of the last product."""
+    total: Tensor = unroute(product(hidden, "down"), chosen, share)
+    return total
+
+
 class ExpertLayer(nn.Module):
     """Compute the experts of a layer: x [rows, T, width] -> [rows, T, width].
 
@@ -47,7 +55,7 @@ class ExpertLayer(nn.Module):
             NamedFunction(ACTIVATIONS[activation]),
             NamedFunction(operator.mul),
         )
-        self.sort = NamedFunction(route)
+        self.sort, self.results = NamedFunction(route), NamedFunction(_results)
         self.router = nn.Linear(width, config.number, bias=config.bias)
         self.register_buffer(
             EXPERT_TOKENS, torch.zeros(2 * config.number, dtype=torch.int64), persistent=False
@@ -195,7 +203,7 @@ class ExpertLayer(nn.Module):
                 y: Tensor = grouped_mm(x, counts, getattr(self, name))
                 return grouped_add(y, counts, getattr(self, f"{name}_bias")) if biased else y
 
-            y = unroute(product(self.hidden(took, product), "down"), chosen, share)
+            y = self.results(product, self.hidden(took, product), chosen, share)
             if self.config.shared_within:
                 y = self.with_shared(y.view_as(x), x)
         return y.view_as(x)

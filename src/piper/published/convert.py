@@ -160,7 +160,7 @@ def row(
     degrees |= {"cp": published.cp, "tp": published.tp}
     mesh = Mesh(tuple((axis, n) for axis, n in degrees.items() if axis != "ep" or n > 1))
     directives = (
-        *_sharding(published),
+        *_sharding(published, cluster.device.stack),
         *_schedule(published, microbatches, times),
         *_recomputation(published, config, cluster.device.stack),
     )
@@ -344,7 +344,7 @@ def _microbatches(published: PublishedRow) -> int:
     return published.global_batch // per_step
 
 
-def _sharding(published: PublishedRow) -> tuple[Directive, ...]:
+def _sharding(published: PublishedRow, stack: Stack | None) -> tuple[Directive, ...]:
     directives: tuple[Directive, ...] = ()
     if published.tp > 1:
         directives += recipes.tensor_parallel(sequence=published.seq_parallel)
@@ -355,9 +355,10 @@ def _sharding(published: PublishedRow) -> tuple[Directive, ...]:
         cut = beside_tp and _is_megatron(published) and "ETP 1" not in published.note
         joint = beside_tp and not cut
         joint = joint and (published.experts or 0) % (published.tp * published.ep) == 0
+        exact = stack is not None and stack.places == "rows"
         directives += recipes.expert_parallel(
             over=("tp", "ep") if joint else "ep",
-            bound=1.0 if _is_even(published) else 1.25,
+            bound=1.0 if exact or _is_even(published) else 1.25,
             hidden="tp" if cut else "",
         )
     if published.cp > 1:

@@ -7,14 +7,16 @@
     B   R, I and W in one, for kernels that are compiled together; it hands nothing from one to the other
 
 A step that needs a node of an earlier step gets it through a port, as the node's whole storage, unless it can *repeat*
-the node: a view, an op without tensor inputs that draws no random numbers, or a view or cast of a parameter (saving
-`weight.t()` would keep a gathered parameter alive). Inputs of the chunk are read again, never saved. A storage that an
-output port owns already is read from there. A parameter's gradient that I computes on the way goes to W like any other
-node.
+the node: a view, an op without tensor inputs that draws no random numbers, a view or cast of a parameter (saving
+`weight.t()` would keep a gathered parameter alive), or the rows that a device sends to experts elsewhere, which are
+copies of its tokens (saving them would take k times the bytes of the tokens, which are mostly kept anyway). Inputs of
+the chunk are read again, never saved. A storage that an output port owns already is read from there. A parameter's
+gradient that I computes on the way goes to W like any other node.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +40,7 @@ from piper_ir.ground.errors import CaptureError
 from piper_ir.ground.sizes import TensorSpec
 from piper_ir.program.ops import BESIDE, HANDS_ON, KEEP_ALL
 from piper_ir.program.program import Step
+from piper_ops import ROUNDS, route
 
 aten = torch.ops.aten
 
@@ -214,7 +217,18 @@ def _repeatable(node: fx.Node, joint: Joint) -> bool:
         return True
     if not node.all_input_nodes:
         return not is_random(node)
+    if _sends_rows(node):
+        return True
     return node.target is aten._to_copy.default and _of_parameter(node.all_input_nodes[0], joint)
+
+
+def _sends_rows(node: fx.Node) -> bool:
+    """Return whether a node makes the rows that a device sends to experts, which further rounds send again."""
+    if node.target is route:
+        return any(_sends_rows(item) for item in node.users)
+    if node.target is not operator.getitem or node.args[1] != 0:
+        return False
+    return any(user.target in ROUNDS for user in node.users)
 
 
 def _of_parameter(node: fx.Node, joint: Joint) -> bool:

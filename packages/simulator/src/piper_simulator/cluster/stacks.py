@@ -73,6 +73,9 @@ class Stack:
             much as its largest member.
         joined: products of the same input are one product (queries, keys and values; gate and up).
         remakes: operators whose results the backward's kernels make again, so that they are not saved.
+        shares: the router's shares are multiplied into the experts' "results", which are saved for their gradient, or
+            into the "activation" between their products; then no result is saved.
+        places: dropless experts keep and send as many rows as the plan's "bound" says, or the "rows" there are.
         passes: operator, or one of a step ("W.add") -> the bytes that its kernels move, over the ones that the plan
             counts; 0 where there are none.
         fills: kinds of kernels whose results are filled with NaN before they are written.
@@ -107,6 +110,8 @@ class Stack:
     runs: Literal["each", "fused"] = "each"
     joined: bool = False
     remakes: tuple[Text, ...] = ()
+    shares: Literal["results", "activation"] = "results"
+    places: Literal["bound", "rows"] = "bound"
     passes: Annotated[Mapping[str, NotNegative], mapping(NOT_NEGATIVE)] = field(
         default_factory=dict
     )
@@ -120,6 +125,11 @@ class Stack:
     reserved: NotNegative = 0.0
     seen: NotNegative = 0.0
     constants: Mapping[str, StackConstant] = field(default_factory=dict)
+
+    @property
+    def keeps_otherwise(self) -> bool:
+        """Return whether it keeps tensors in other sizes than a plan."""
+        return self.shares == "activation" or self.places == "rows" or bool(self.remakes)
 
     @property
     def number(self) -> dict[str, float]:

@@ -35,7 +35,7 @@ from piper_simulator.durations.communication import (
     rank_group,
 )
 from piper_simulator.durations.cost_model import CostModel, StepMessages, Work, given_only
-from piper_simulator.durations.expert_work import EVEN, Loads, loaded, messages
+from piper_simulator.durations.expert_work import EVEN, Loads, loaded, messages, without_places
 from piper_simulator.durations.hidden_messages import beside_kernels, summed
 from piper_simulator.durations.instances import (
     axes_inside,
@@ -300,7 +300,7 @@ class DeviceModel(CostModel):
                 )
                 for k, c in enumerate(sig.collectives)
                 for load, share in (EVEN if sig.experts is None else self.loads)
-                for times, nbytes in (messages(c, load, sig.experts),)
+                for times, nbytes in (messages(c, load, sig.experts, exact=without_places(device)),)
                 if times
             ]
             inside = summed(
@@ -352,7 +352,8 @@ class DeviceModel(CostModel):
 
     def _under_loads(self, device: Device, chunk: Chunk, step: Step) -> tuple[Took, int]:
         """Return the time of a step under the loads, on average, and its FLOPs."""
-        runs = [(share, loaded(chunk, step, load)) for load, share in self.loads]
+        exact = without_places(device)
+        runs = [(share, loaded(chunk, step, load, exact=exact)) for load, share in self.loads]
         tooks = [
             (share, step_took(device, run, step))
             for share, run in runs[: None if runs[0][1] is not runs[-1][1] else 1]
@@ -366,7 +367,8 @@ class DeviceModel(CostModel):
 
     def _longer(self, chunk: Chunk, step: Step, kind: int) -> float:
         """Return how many times as long a measured step takes under the loads as under one of 1."""
-        device, even = self._devices[kind], loaded(chunk, step, 1.0)
+        device = self._devices[kind]
+        even = loaded(chunk, step, 1.0, exact=without_places(device))
         if (
             self.loads == EVEN
             or even is chunk.steps[step].cost

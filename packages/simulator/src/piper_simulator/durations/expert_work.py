@@ -10,6 +10,9 @@ rows, as an `ExpertRegion` of the program says:
   needs. A round computes the experts' forward in F and again in the backward: in I with the gradients of rows, in W
   with the gradients of weights.
 
+Software without places (`Stack.places`) sends and multiplies the rows there are, in one round; element-wise operations
+are counted as in the plan.
+
 Rows are taken to come from all devices alike, so that the fullest pair of devices has the load of the fullest device.
 """
 
@@ -21,6 +24,12 @@ from math import ceil
 from piper_ir.ground.sizes import ITEM_BYTES, bind
 from piper_ir.program.layout import StepCollective
 from piper_ir.program.program import Chunk, Cost, ExpertRegion, Kernel, Step
+from piper_simulator.cluster.device import Device
+
+
+def without_places(device: Device | None) -> bool:
+    """Return whether the software of a device has tensors of as many rows as came to its experts."""
+    return device is not None and device.stack is not None and device.stack.places == "rows"
 
 
 def further_rounds(load: float, bound: float) -> int:
@@ -28,9 +37,14 @@ def further_rounds(load: float, bound: float) -> int:
     return max(0, ceil(load / bound - 1e-9) - 1)
 
 
-def messages(one: StepCollective, load: float, experts: ExpertRegion | None) -> tuple[int, int]:
-    """Return how often a collective inside of a step runs, and its bytes."""
+def messages(
+    one: StepCollective, load: float, experts: ExpertRegion | None, *, exact: bool = False
+) -> tuple[int, int]:
+    """Return how often a collective inside of a step runs, and its bytes; `exact` without places."""
     nbytes = bind(one.nbytes, 0)
+    if exact and experts is not None:
+        filled = load / experts.bound if one.kind == "all_to_all" else 1.0
+        return 1 if nbytes else 0, round(nbytes * filled)
     if experts is None or not one.further:
         return 1 if nbytes else 0, nbytes
     rounds = further_rounds(load, experts.bound)
@@ -43,15 +57,16 @@ Loads = tuple[tuple[float, float], ...]
 EVEN: Loads = ((1.0, 1.0),)
 
 
-def loaded(chunk: Chunk, step: Step, load: float) -> Cost:
-    """Return the cost of a step under a load; the step's own if none matters."""
+def loaded(chunk: Chunk, step: Step, load: float, *, exact: bool = False) -> Cost:
+    """Return the cost of a step under a load, `exact` without places; the step's own if none matters."""
     cost, experts = chunk.steps[step].cost, chunk.steps[step].experts
     if experts is None or cost.seconds is not None:
         return cost
     bound = experts.bound
-    filled = min(load, bound) / bound
+    filled = (load if exact else min(load, bound)) / bound
     kernels = [k if k.rows_dim is None else _with_rows(k, k.rows_dim, filled) for k in cost.kernels]
-    if rounds := further_rounds(load, bound):
+    rounds = 0 if exact else further_rounds(load, bound)
+    if rounds:
         part = (load - bound) / bound / rounds
         kernels += [replace(_part(k, part), count=k.count * rounds) for k in experts.round.kernels]
     return replace(cost, kernels=tuple(kernels))

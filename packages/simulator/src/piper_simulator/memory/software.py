@@ -1,7 +1,8 @@
 """Count the memory that is held beside a plan's tensors: a software stack's buffers, and the pool of a CUDA graph.
 
-The stack says which buffers it has (`Stack.holds`, `Stack.loss_keeps`). The tensors of a CUDA graph are in a pool of
-its own, as large as the peak of its instructions, which end before the update (`piper_runtime.engine.cuda_graphs`). So
+The stack says which buffers it has (`Stack.holds`, `Stack.loss_keeps`), and which tensors it keeps in another size than
+the plan (`kept_tensors`), so that the bytes beside can be negative. The tensors of a CUDA graph are in a pool of its
+own, as large as the peak of its instructions, which end before the update (`piper_runtime.engine.cuda_graphs`). So
 temporaries of the update come on top of that peak.
 """
 
@@ -12,6 +13,7 @@ from piper_ir.ground.sizes import bind
 from piper_ir.plan.plan import Plan, RolePlan
 from piper_ir.program.ops import Compute, Update
 from piper_simulator.cluster.stacks import Stack
+from piper_simulator.memory.kept_tensors import kept_by
 
 
 class HeldBeside:
@@ -22,6 +24,9 @@ class HeldBeside:
         self._at_loss: dict[Compute, int] = {}
         self.always = 0 if stack is None else self._buffers(stack)
         self._captured = _captured_peak(plan, role) if plan.cuda_graph else 0
+        kept = kept_by(stack, plan, role)
+        both = () if kept is role else zip(scan(plan, role), scan(plan, kept), strict=True)
+        self._otherwise = {of_plan.instr: own.total - of_plan.total for of_plan, own in both}
 
     def _buffers(self, stack: Stack) -> int:
         """Return the bytes of the buffers that live through the step."""
@@ -61,7 +66,7 @@ class HeldBeside:
 
     def at(self, usage: Usage) -> int:
         """Return the bytes beside a moment of the role."""
-        more = self.always
+        more = self.always + self._otherwise.get(usage.instr, 0)
         if self._captured and usage.instr >= 0:
             more += self._unused(usage)
         if self._stack is not None and self._stack.loss_keeps and usage.instr >= 0:
@@ -99,16 +104,16 @@ def _captured_peak(plan: Plan, role: RolePlan) -> int:
 
 
 def fullest_moment(plan: Plan, role: RolePlan, beside: HeldBeside) -> tuple[Usage, int]:
-    """Return a role's peak, and the bytes by which its fullest moment with the software's buffers is above it."""
+    """Return a role's peak, and the bytes that its fullest moment with the software has more, or fewer."""
     moments = list(scan(plan, role))
     most = max(moments, key=lambda usage: usage.total, default=None) or peak(plan, role)
     held = max((u.total + beside.at(u) for u in moments), default=most.total)
-    return most, max(0, held - most.total)
+    return most, held - most.total
 
 
 def software_buffers(plan: Plan, role: RolePlan, stack: Stack | None) -> int:
-    """Return the bytes that a stack adds to the peak of a role: its own buffers, at the role's fullest moment."""
-    buffers = stack is not None and (stack.holds or stack.loss_keeps)
-    if not buffers and not plan.cuda_graph:
+    """Return the bytes that a stack adds to the peak of a role, at the role's fullest moment under that stack."""
+    other = stack is not None and (stack.holds or stack.loss_keeps or stack.keeps_otherwise)
+    if not other and not plan.cuda_graph:
         return 0
     return fullest_moment(plan, role, HeldBeside(plan, role, stack))[1]
