@@ -204,8 +204,8 @@ class _Stream:
     def go(self) -> None:
         """Go on until something must be waited for, which then calls this again."""
         engine, part, clock = self.engine, self.part, self.clock
-        counters = engine.counters
-        while self.at < len(part.nodes) or self._next_step():
+        counters, shared, size = engine.counters, engine.shared, len(part.nodes)
+        while self.at < size or self._next_step():
             at, step, ready = self.at, self.step, 0.0
             node, times = part.nodes[at], self.times
             if engine.issued:
@@ -230,12 +230,12 @@ class _Stream:
             if not duration:
                 self._end()
                 continue
-            if engine.shared is None:
+            if shared is None:
                 clock.after(duration, self._ended)
             elif (flow := part.flows[at]) is None:
-                engine.shared.compute(part.role, node, duration, self._ended)
+                shared.compute(part.role, node, duration, self._ended)
             else:
-                engine.shared.message(flow, self._ended)
+                shared.message(flow, self._ended)
             return
 
     def _next_step(self) -> bool:
@@ -273,18 +273,19 @@ class _Stream:
 
     def _leave(self) -> None:
         """Leave the stream to the next instruction; a transfer arrives later."""
-        engine, group = self.engine, self.part.groups[self.at]
-        if self.times is not None:
-            node = self.part.nodes[self.at]
-            self.times.start[node], self.times.end[node] = self.began, self.clock.now
+        engine, part, at, done = self.engine, self.part, self.at, self.done
+        group, times = part.groups[at], self.times
+        if times is not None:
+            node = part.nodes[at]
+            times.start[node], times.end[node] = self.began, self.clock.now
         if group >= 0 and engine.work.latency and engine.work.prepared.p2p[group]:
-            self.done.depart(engine.work.latency)
-        elif self.done.pending:
-            self.done.pending.append(False)
+            done.depart(engine.work.latency)
+        elif done.pending:
+            done.pending.append(False)
         else:
-            self.done.count()
-        self.at += 1
-        if engine.ends is not None and self.at == len(self.part.nodes):
+            done.count()
+        self.at = at = at + 1
+        if engine.ends is not None and at == len(part.nodes):
             engine.step_ended(self)
 
 

@@ -33,7 +33,6 @@ class SharedActivities:
     def __init__(self, clock: EventClock, roles: int, profiles: Mapping[int, PieceProfile]) -> None:
         self.clock, self.profiles = clock, profiles
         self.pool = SharedPool(roles, self._sooner)
-        self._ends: dict[Activity, Callable[[], None]] = {}
 
     def compute(self, role: int, node: int, seconds: float, ended: Callable[[], None]) -> None:
         """Begin the compute of a node, with the messages inside, now; `ended` is called at its end."""
@@ -46,31 +45,32 @@ class SharedActivities:
     def message(self, flow: Flow, ended: Callable[[], None]) -> None:
         """Begin a message now; `ended` is called at its end."""
         running = self.pool.message(flow, self.clock.now)
-        self._ends[running] = ended
+        running.ended = ended
         self._look(running, running.left / running.rate)
 
     def under_way(
         self, message: RunningMessage, timer: EventKey, ended: Callable[[], None]
     ) -> None:
         """Let a message that has begun before go on by events, of which the next has this key."""
-        self._ends[message] = ended
+        message.ended = ended
         self.clock.push(timer, partial(self._due, message, message.look))
 
     def _look(self, activity: Activity, after: float) -> None:
-        activity.look = activity.end
-        self.clock.after(after, partial(self._due, activity, activity.look))
+        activity.look = end = activity.end
+        self.clock.after(after, partial(self._due, activity, end))
 
     def _sooner(self, activity: Activity) -> None:
         self._look(activity, activity.end - self.clock.now)
 
     def _due(self, activity: Activity, at: float) -> None:
-        if activity.look != at or activity not in self._ends:
+        assert isinstance(activity, RunningMessage), "compute ends by itself"
+        ended = activity.ended
+        if activity.look != at or ended is None:
             return
         if activity.end > at:
             self._look(activity, activity.end - self.clock.now)
             return
-        ended = self._ends.pop(activity)
-        assert isinstance(activity, RunningMessage), "chains end by themselves"
+        activity.ended = None
         self.pool.arrived(activity, self.clock.now)
         ended()
 
@@ -88,14 +88,15 @@ class PlainCompute(Activity):
         self, owner: SharedActivities, role: int, seconds: float, ended: Callable[[], None]
     ) -> None:
         self._owner, self._role, self.ended = owner, role, ended
-        self.left, self.since = seconds, owner.clock.now
+        clock = owner.clock
+        self.left, self.since = seconds, clock.now
         self.rate = rate = owner.pool.enter(role, self)
         self.end = self.since + seconds / rate
-        self._look(self.end, owner.clock.made, owner.clock.number())
+        self._look(self.end, clock.made, clock.number())
 
     def change(self, rate: float, now: float) -> None:
         """Go on at another rate."""
-        super().change(rate, now)
+        Activity.change(self, rate, now)
         if self.end < self.look:
             clock = self._owner.clock
             self._look(now + (self.end - now), clock.made, clock.number())
@@ -193,7 +194,7 @@ class PieceChain(Activity):
         """Go on with compute at another rate."""
         self._catch_up()
         if self.profile.flows[self.at] is None:
-            super().change(rate, now)
+            Activity.change(self, rate, now)
             if self.end < self.look:
                 clock = self.owner.clock
                 self.look, self.fires = self.end, now + (self.end - now)
