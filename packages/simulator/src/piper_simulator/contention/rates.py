@@ -16,7 +16,7 @@ device, at least `SLOWEST`. f_sm counts while a message runs, f_memory in propor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -154,6 +154,7 @@ class SharedPool:
         self._sooner = sooner
         self._computing: list[Activity | None] = [None] * roles
         self._beside: list[dict[int, RunningMessage]] = [{} for _ in range(roles)]
+        self._lone: dict[int, RunningMessage] = {}  # messages beside no role
         self._links: dict[int, _Link] = {}
         self._shares: dict[int, list[tuple[_Link, float]]] = {}  # by flow
         self._known: dict[tuple[int, ...], list[tuple[int, float]]] = {}
@@ -186,7 +187,20 @@ class SharedPool:
                 relieved.update(users)
         for role in flow.takes:
             del self._beside[role][id]
+        if not flow.takes:
+            del self._lone[id]
         self._slow(self._share(relieved, flow.takes, now) if relieved else flow.takes, now)
+
+    def under_way(self) -> Iterator[tuple[tuple[str, int], Activity]]:
+        """Yield the compute of roles and the messages, each with a name."""
+        for role, compute in enumerate(self._computing):
+            if compute is not None:
+                yield ("compute", role), compute
+        links = [self._lone, *[link.users for link in self._links.values()]]
+        for id, message in sorted(
+            {i: m for users in (*links, *self._beside) for i, m in users.items()}.items()
+        ):
+            yield ("message", id), message
 
     def enter(self, role: int, compute: Activity) -> float:
         """Begin the compute of a role, or messages inside of it, and return its rate now."""
@@ -242,6 +256,8 @@ class SharedPool:
                 crowded = True
         for role in flow.takes:
             self._beside[role][id] = running
+        if not flow.takes:
+            self._lone[id] = running
         return crowded
 
     def _shares_of(self, flow: Flow) -> list[tuple[_Link, float]]:

@@ -28,10 +28,12 @@ class SharedActivities:
 
     Attributes:
         profiles: node -> the pieces of an instruction with messages inside of its steps.
+        chains: by role, the last instruction of such pieces.
     """
 
     def __init__(self, clock: EventClock, roles: int, profiles: Mapping[int, PieceProfile]) -> None:
         self.clock, self.profiles = clock, profiles
+        self.chains: list[PieceChain | None] = [None] * roles
         self.pool = SharedPool(roles, self._sooner)
 
     def compute(self, role: int, node: int, seconds: float, ended: Callable[[], None]) -> None:
@@ -40,13 +42,23 @@ class SharedActivities:
         if profile is None:
             PlainCompute(self, role, seconds, ended)
         else:
-            PieceChain(self, role, profile, ended).begin()
+            self.chains[role] = chain = PieceChain(self, role, profile, ended)
+            chain.begin()
 
     def message(self, flow: Flow, ended: Callable[[], None]) -> None:
         """Begin a message now; `ended` is called at its end."""
         running = self.pool.message(flow, self.clock.now)
         running.ended = ended
         self._look(running, running.left / running.rate)
+
+    def under_way_at(self, now: float) -> tuple[list[object], list[float]]:
+        """Return what is under way, and since when and with how much left, as seen from a moment."""
+        names: list[object] = [None if chain is None else chain.at for chain in self.chains]
+        seconds: list[float] = []
+        for name, activity in self.pool.under_way():
+            names.append(name)
+            seconds += activity.since - now, activity.left, activity.rate
+        return names, seconds
 
     def under_way(
         self, message: RunningMessage, timer: EventKey, ended: Callable[[], None]
