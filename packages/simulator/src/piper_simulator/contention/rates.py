@@ -288,7 +288,7 @@ class SharedPool:
     def _share(
         self, messages: dict[int, RunningMessage], roles: Iterable[int], now: float
     ) -> dict[int, None]:
-        """Give messages and all tied to them their fair rates; return `roles` and those whose messages' rate changed."""
+        """Give messages and all tied to them their fair rates; return `roles`, and the roles whose messages changed."""
         touched = dict.fromkeys(roles)
         while messages:
             crowd = self._crowd(next(iter(messages.values())))

@@ -83,7 +83,7 @@ def step_and_period(work: StepWork) -> tuple[Times, float]:
 
 
 TOLERANCE = 1e-9
-"""How far steps that repeat may differ, in parts of a step."""
+"""The most by which steps that repeat may differ, as a fraction of a step."""
 
 
 @dataclass(frozen=True, slots=True)
