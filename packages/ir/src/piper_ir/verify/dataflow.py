@@ -36,6 +36,7 @@ from piper_ir.program.program import Chunk
 from piper_ir.verify.columns import Ints, PlanColumns, flags, ints
 from piper_ir.verify.rules import Findings, part_name
 from piper_ir.verify.run import Events
+from piper_ir.verify.sharding import bucket_term
 
 Term = tuple[str, str]
 """A chunk and its port."""
@@ -95,7 +96,7 @@ def check_dataflow(findings: Findings, events: Events, order: list[int]) -> None
     flow = _Dataflow(findings)
     columns = findings.columns
     special = columns.rows_of(
-        lambda p: not isinstance(p.op, Compute | Load | Seed | Fold) and not _bucket_term(p.op)
+        lambda p: not isinstance(p.op, Compute | Load | Seed | Fold) and not bucket_term(p.op)
     )
     followed = np.zeros(len(columns.role), dtype=np.bool_)
     followed[columns.row_instr[special]] = True
@@ -119,17 +120,6 @@ def check_dataflow(findings: Findings, events: Events, order: list[int]) -> None
         findings.add_at("R27-dataflow", f"{part_name(part)}{text}", int(columns.row_instr[row]))
 
 
-def _bucket_term(op: Op) -> Term | None:
-    """Return the term of a bucket's parameters or gradients, if an op writes these."""
-    match op:
-        case Collective(bucket=bucket) if bucket:
-            return "", f"parameters of {bucket}"
-        case Fresh(bucket=bucket) | Cast(bucket=bucket):
-            return "", f"gradients of {bucket}"
-        case _:
-            return None
-
-
 class _Atoms:
     """Number the terms of a plan, and hold the atom of each value that is one.
 
@@ -143,7 +133,7 @@ class _Atoms:
         written = [self._written(part) for part in columns.parts]
         terms = ints([t for each in written for t in each])
         writes = columns.writes
-        once = flags([bool(_bucket_term(part.op)) for part in columns.parts])[columns.row_part]
+        once = flags([bool(bucket_term(part.op)) for part in columns.parts])[columns.row_part]
         self._mb = np.where(once, -1, columns.row_mb)
         self.of = np.full(columns.count, -1)
         self.of[writes.values] = self._atoms(terms[writes.slots], writes.rows)
@@ -159,7 +149,7 @@ class _Atoms:
             case Seed():
                 return [self.number(("", SEED))]
             case op:
-                term = _bucket_term(op)
+                term = bucket_term(op)
                 return [self.number(term) if term else -1] * len(part.writes)
 
     def _atoms(self, terms: Ints, rows: Ints) -> Ints:

@@ -91,7 +91,7 @@ class _State:
     """Hold where an engine is at a moment: engines whose states agree go on alike.
 
     Attributes:
-        places: where streams stand in their step, and what is under way.
+        places: where streams stand in their step, and the activities under way.
         seconds: since when, as seen from the moment, and how much of it is left.
     """
 

@@ -52,7 +52,7 @@ class SharedActivities:
         self._look(running, running.left / running.rate)
 
     def under_way_at(self, now: float) -> tuple[list[object], list[float]]:
-        """Return what is under way, and since when and with how much left, as seen from a moment."""
+        """Return the activities under way, and since when and with how much left, as seen from a moment."""
         names: list[object] = [None if chain is None else chain.at for chain in self.chains]
         seconds: list[float] = []
         for name, activity in self.pool.under_way():
