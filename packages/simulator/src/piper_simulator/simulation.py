@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from piper_ir.fold.memory import Usage, scan
+from piper_ir.fold.memory import RoleMemory, Usage, scan
 from piper_ir.fold.memory_owners import owners
 from piper_ir.fold.timing import Prepared
 from piper_ir.ground.errors import PlanError
@@ -460,11 +460,12 @@ class _Run:
             if limit is None or needs.total <= limit:
                 continue
             role, most, beside = counted.roles[r], memory.peaks[r], memory.beside[r]
-            start = Usage(-1, sum(s.nbytes for s in role.device_states), {})
+            start = -1, sum(s.nbytes for s in role.device_states)
+            moments = RoleMemory(counted, role).moments()
             at = next(
-                u.instr
-                for u in chain([start], scan(counted, role), [most])
-                if devices.memory(k, u.total, beside.at(u)).total > limit
+                instr
+                for instr, nbytes in chain([start], moments, [(most.instr, most.total)])
+                if devices.memory(k, nbytes, beside.at(instr, nbytes)).total > limit
             )
             yield OomVerdict(
                 ranks=part.ranks,

@@ -62,12 +62,12 @@ def scan(plan: Plan, role: RolePlan) -> Iterator[Usage]:
     It needs no peak fields; time is linear in the role's values. Raises PlanError for a free of a value that is not
     alive.
     """
-    yield from _Walk(role, PartUses(plan)).curve()
+    yield from RoleMemory(plan, role).curve()
 
 
 def peak(plan: Plan, role: RolePlan) -> Usage:
     """Return the first fullest moment of a role; one that computes nothing holds its initial bytes."""
-    return _Walk(role, PartUses(plan)).peak()
+    return RoleMemory(plan, role).peak()
 
 
 def host_peak(role: RolePlan) -> int:
@@ -110,7 +110,7 @@ def with_peaks(plan: Plan) -> Plan:
     roles = []
     uses = PartUses(plan)
     for role in plan.roles:
-        most = _Walk(role, uses).peak()
+        most = RoleMemory(plan, role, uses).peak()
         counted = replace(role, peak_bytes=most.total, peak_at=most.instr)
         roles.append(replace(counted, peak_by_category=most.bytes, host_peak_bytes=host_peak(role)))
     return replace(plan, roles=tuple(roles))
@@ -121,11 +121,12 @@ def on_device(plan: Plan, device: DeviceType) -> Plan:
     return plan if plan.device == device else with_peaks(replace(plan, device=device))
 
 
-class _Walk:
+class RoleMemory:
     """Walk the memory of a role through its program, template by template; values are numbers of its table."""
 
-    def __init__(self, role: RolePlan, uses: PartUses) -> None:
-        self.role, self.uses, self.table = role, uses, role.table
+    def __init__(self, plan: Plan, role: RolePlan, uses: PartUses | None = None) -> None:
+        """Prepare; `uses`, if given, are known from another role of the plan."""
+        self.role, self.uses, self.table = role, uses or PartUses(plan), role.table
         values = self.table.values
         self.count, self.kinds = values.count, values.kinds
         self.sizes = [
@@ -135,7 +136,7 @@ class _Walk:
         self.effects = [
             self.effect(t.parts) if t.stream == COMPUTE else None for t in self.table.templates
         ]
-        if uses.plan.kinds.given is not None:  # compiled programs free nothing twice
+        if plan.kinds.given is not None:  # compiled programs free nothing twice
             _check_frees(role)
 
     def size(self, value: int) -> int:
@@ -185,6 +186,18 @@ class _Walk:
         if at < 0:
             return Usage(0, live.total(), _present(live))
         return self.usage(live, self.until(live, at))
+
+    def moments(self) -> Iterator[tuple[int, int]]:
+        """Yield the instruction and the bytes of each moment of `curve`, which costs less without categories."""
+        total = self.start().total()
+        for index, inside, after in self.totals():
+            yield index, total + (inside if inside > after else after)
+            total += after
+
+    def at(self, index: int) -> Usage:
+        """Return the moment of an instruction."""
+        live = self.start()
+        return self.usage(live, self.until(live, index))
 
     def changes(self) -> Iterator[_Change]:
         for index, k in enumerate(self.table.used):

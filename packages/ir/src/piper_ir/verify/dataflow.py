@@ -33,9 +33,10 @@ from piper_ir.program.ops import (
     Zeros,
 )
 from piper_ir.program.program import Chunk
-from piper_ir.verify.columns import Ints, PlanColumns, ints
+from piper_ir.verify.columns import Ints, PlanColumns, flags, ints
 from piper_ir.verify.rules import Findings, part_name
 from piper_ir.verify.run import Events
+from piper_ir.verify.sharding import bucket_term
 
 Term = tuple[str, str]
 """A chunk and its port."""
@@ -94,16 +95,15 @@ def check_dataflow(findings: Findings, events: Events, order: list[int]) -> None
     """Check R27: follow values along the events, in an order in which they happen, then compare all reads of steps."""
     flow = _Dataflow(findings)
     columns = findings.columns
-    special = columns.rows_of(lambda p: not isinstance(p.op, Compute | Load | Seed))
+    special = columns.rows_of(
+        lambda p: not isinstance(p.op, Compute | Load | Seed | Fold) and not bucket_term(p.op)
+    )
     followed = np.zeros(len(columns.role), dtype=np.bool_)
     followed[columns.row_instr[special]] = True
-    at = [0] * len(columns.role)
     moves, compute = followed.tolist(), columns.compute.tolist()
     rows: list[int] = columns.first_row.tolist()
-    for n, event in enumerate(order):
+    for event in order:
         members = events.members[event]
-        for i in members:
-            at[i] = n
         first = members[0]
         if not moves[first]:
             continue
@@ -113,6 +113,7 @@ def check_dataflow(findings: Findings, events: Events, order: list[int]) -> None
         else:
             flow.communicate([rows[i] for i in members])
     flow.compare()
+    at = {i: n for n, e in enumerate(order) for i in events.members[e]} if flow.problems else {}
     for row, text in sorted(flow.problems, key=lambda p: (at[columns.row_instr[p[0]]], p[0])):
         number, index = columns.place(int(columns.row_instr[row]))
         part = findings.plan.roles[number].program[index].parts[int(columns.row_index[row])]
@@ -122,7 +123,7 @@ def check_dataflow(findings: Findings, events: Events, order: list[int]) -> None
 class _Atoms:
     """Number the terms of a plan, and hold the atom of each value that is one.
 
-    The atom of term t in microbatch mb has number t * stride + mb + 1; -1 is none.
+    The atom of term t in microbatch mb has number t * stride + mb + 1; -1 is none. Terms of buckets are of mb -1.
     """
 
     def __init__(self, columns: PlanColumns) -> None:
@@ -132,6 +133,8 @@ class _Atoms:
         written = [self._written(part) for part in columns.parts]
         terms = ints([t for each in written for t in each])
         writes = columns.writes
+        once = flags([bool(bucket_term(part.op)) for part in columns.parts])[columns.row_part]
+        self._mb = np.where(once, -1, columns.row_mb)
         self.of = np.full(columns.count, -1)
         self.of[writes.values] = self._atoms(terms[writes.slots], writes.rows)
         self._all = list(self._terms)
@@ -145,11 +148,12 @@ class _Atoms:
                 return [self.number(("", tensor))]
             case Seed():
                 return [self.number(("", SEED))]
-            case _:
-                return [-1] * len(part.writes)
+            case op:
+                term = bucket_term(op)
+                return [self.number(term) if term else -1] * len(part.writes)
 
     def _atoms(self, terms: Ints, rows: Ints) -> Ints:
-        return np.where(terms < 0, -1, terms * self.stride + self._columns.row_mb[rows] + 1)
+        return np.where(terms < 0, -1, terms * self.stride + self._mb[rows] + 1)
 
     def number(self, term: Term) -> int:
         """Return the number of a term."""
@@ -191,6 +195,8 @@ class _Dataflow:
         self.problems: list[tuple[int, str]] = []
         self._atoms = _Atoms(findings.columns)
         self._numbers: list[int] = self._columns.row_part.tolist()
+        names = [role.role for role in self._plan.roles]
+        self._roles = [names[r] for r in self._columns.role[self._columns.row_instr].tolist()]
         self._origins: dict[int, _Origin] = {}  # of values that are no atoms
         self._asked: dict[tuple[str, str], list[_Asked]] = {}
         self._axes: dict[str, tuple[str, ...]] = {}
@@ -212,16 +218,11 @@ class _Dataflow:
         """Follow the values of a meeting on a channel: of a send and its receive, or of a collective."""
         op, columns = self._op(rows[0]), self._columns
         if isinstance(op, Collective):
-            if op.bucket:
-                atom: Atom = ("", f"parameters of {op.bucket}"), -1
-                for row in rows:
-                    self._origins.update(dict.fromkeys(columns.writes.of(row), atom))
-            else:
-                names = [self._plan.roles[columns.role[columns.row_instr[r]]].role for r in rows]
-                reads = [self._origin(columns.reads.of(row)[0]) for row in rows]
-                found = self._collected(op, dict(zip(names, reads, strict=True)))
-                for name, row in zip(names, rows, strict=True):
-                    self._origins[columns.writes.of(row)[0]] = found[name]
+            names = [self._roles[row] for row in rows]
+            reads = [self._origin(columns.reads.of(row)[0]) for row in rows]
+            found = self._collected(op, dict(zip(names, reads, strict=True)))
+            for name, row in zip(names, rows, strict=True):
+                self._origins[columns.writes.of(row)[0]] = found[name]
             return
         source = next(v for row in rows for v in columns.reads.of(row))
         values = [v for row in rows for v in columns.writes.of(row)]
@@ -266,11 +267,11 @@ class _Dataflow:
         """Record the writes of a part that is no step of a chunk, and compare the reads of an update."""
         op = self._op(row)
         match op:
-            case Add() | Zeros() | SquaredNorm() | Fresh() | Cast():
+            case Add() | Zeros() | SquaredNorm():
                 self._origins[self._columns.writes.of(row)[0]] = self._written(op, row)
             case Update():
                 self.problems += [(row, text) for text in self._update_problems(op, row)]
-            case Compute() | Load() | Seed() | Fold():
+            case Compute() | Load() | Seed() | Fold() | Fresh() | Cast():
                 pass  # writes are atoms; folded gradients are followed by `sharding`
             case Send() | Recv() | Collective():
                 raise AssertionError("communication happens in `communicate`")
@@ -293,7 +294,7 @@ class _Dataflow:
                     name = columns.table.name(value)
                     self.problems.append((row, f" reads {name} as {asked.name}: {problem}"))
 
-    def _written(self, op: Add | Zeros | SquaredNorm | Fresh | Cast, row: int) -> _Origin:
+    def _written(self, op: Add | Zeros | SquaredNorm, row: int) -> _Origin:
         """Return the origin of the one value that an op writes."""
         match op:
             case Add():
@@ -305,8 +306,6 @@ class _Dataflow:
                 return _Sum(
                     tuple([_counted(b, along if b in once else frozenset()) for b in buckets])
                 )
-            case Fresh(bucket=bucket) | Cast(bucket=bucket):
-                return ("", f"gradients of {bucket}"), -1
             case _:
                 assert_never(op)
 

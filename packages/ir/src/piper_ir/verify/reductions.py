@@ -244,8 +244,9 @@ class _BucketOnRole:
     def _check_gathers(self, channel: str) -> None:
         """Check the gathers of the bucket: in place once before all uses, or into a value each (see `sharding`)."""
         gathers, used = self.use.gathers, bool(self.use.uses)
+        table = self.role.table
         for place in gathers:
-            op = self.role.program[place[0]].parts[0].op
+            op = table.templates[table.used[place[0]]].parts[0].op
             assert isinstance(op, Collective)
             if op.kind != "all_gather" or op.channel != channel:
                 self.add(
@@ -296,7 +297,8 @@ class _BucketOnRole:
             self.add("R24-reduction", f"is reduced {len(found)} times; {wanted} is expected", again)
             return None
         index = found[0][0]
-        op = self.role.program[index].parts[0].op
+        table = self.role.table
+        op = table.templates[table.used[index]].parts[0].op
         assert isinstance(op, Collective)
         if op.kind != kind:
             self.add(

@@ -19,6 +19,17 @@ Named = dict[int, str]
 """The bucket of each value that stands for one."""
 
 
+def bucket_term(op: Op) -> tuple[str, str] | None:
+    """Return the term of a bucket's parameters or gradients, as a chunk (none) and a port, if an op writes these."""
+    match op:
+        case Collective(bucket=bucket) if bucket:
+            return "", f"parameters of {bucket}"
+        case Fresh(bucket=bucket) | Cast(bucket=bucket):
+            return "", f"gradients of {bucket}"
+        case _:
+            return None
+
+
 def check_shards(findings: Findings) -> None:
     """Check R30."""
     for bucket in findings.plan.buckets:

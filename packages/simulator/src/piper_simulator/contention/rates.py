@@ -16,7 +16,7 @@ device, at least `SLOWEST`. f_sm counts while a message runs, f_memory in propor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -70,21 +70,24 @@ class Activity:
 
     def change(self, rate: float, now: float) -> None:
         """Go on at another rate from `now` on."""
-        self.left = max(0.0, self.left - self.rate * (now - self.since))
+        left = self.left - self.rate * (now - self.since)
+        self.left = left = left if left > 0.0 else 0.0
         self.since, self.rate = now, rate
-        self.end = now + self.left / rate
+        self.end = now + left / rate
 
 
 @dataclass(slots=True, eq=False)
 class RunningMessage(Activity):
-    """Track a message, which shares links and slows compute."""
+    """Track a message, which shares links and slows compute; `ended`, if given, is called at its end."""
 
     flow: Flow = field(kw_only=True)
+    ended: Callable[[], None] | None = None
 
 
 def compute_rate(sms: float, memory: float) -> float:
     """Return the rate of compute beside messages that take these fractions of the SMs and of the memory's bandwidth."""
-    return max(SLOWEST, 1.0 - sms - memory)
+    left = 1.0 - sms - memory
+    return left if left > SLOWEST else SLOWEST
 
 
 def fair_rates(flows: Sequence[Flow]) -> list[float]:
@@ -151,9 +154,10 @@ class SharedPool:
         self._sooner = sooner
         self._computing: list[Activity | None] = [None] * roles
         self._beside: list[dict[int, RunningMessage]] = [{} for _ in range(roles)]
+        self._lone: dict[int, RunningMessage] = {}  # messages beside no role
         self._links: dict[int, _Link] = {}
         self._shares: dict[int, list[tuple[_Link, float]]] = {}  # by flow
-        self._known: dict[tuple[int, ...], list[float]] = {}
+        self._known: dict[tuple[int, ...], list[tuple[int, float]]] = {}
         self._held: dict[LinkHolder, list[_Link]] = {}
 
     def message(self, flow: Flow, now: float) -> RunningMessage:
@@ -167,29 +171,36 @@ class SharedPool:
         for holder in holders:
             if holder in self._held:
                 holder.plan()
-        self._slow(
-            dict.fromkeys(flow.takes) | self._share({flow.id: running}, now)
-            if crowded
-            else flow.takes,
-            now,
-        )
+        self._slow(self._share({flow.id: running}, flow.takes, now) if crowded else flow.takes, now)
         return running
 
     def arrived(self, message: RunningMessage, now: float) -> None:
         """End a message."""
         flow = message.flow
         relieved: dict[int, RunningMessage] = {}
-        for link, share in self._shares_of(flow):
-            load = link.load
-            del link.users[flow.id]
-            link.load = load - share if link.users else 0.0
+        id = flow.id
+        for link, share in self._shares[id]:
+            load, users = link.load, link.users
+            del users[id]
+            link.load = load - share if users else 0.0
             if load > _FULL:
-                relieved.update(link.users)
+                relieved.update(users)
         for role in flow.takes:
-            del self._beside[role][flow.id]
-        self._slow(
-            dict.fromkeys(flow.takes) | self._share(relieved, now) if relieved else flow.takes, now
-        )
+            del self._beside[role][id]
+        if not flow.takes:
+            del self._lone[id]
+        self._slow(self._share(relieved, flow.takes, now) if relieved else flow.takes, now)
+
+    def under_way(self) -> Iterator[tuple[tuple[str, int], Activity]]:
+        """Yield the compute of roles and the messages, each with a name."""
+        for role, compute in enumerate(self._computing):
+            if compute is not None:
+                yield ("compute", role), compute
+        links = [self._lone, *[link.users for link in self._links.values()]]
+        for id, message in sorted(
+            {i: m for users in (*links, *self._beside) for i, m in users.items()}.items()
+        ):
+            yield ("message", id), message
 
     def enter(self, role: int, compute: Activity) -> float:
         """Begin the compute of a role, or messages inside of it, and return its rate now."""
@@ -237,12 +248,16 @@ class SharedPool:
     def _add(self, running: RunningMessage) -> bool:
         """Put a message on its links and beside its roles; return whether a link is short of capacity."""
         flow, crowded = running.flow, False
+        id = flow.id
         for link, share in self._shares_of(flow):
-            link.users[flow.id] = running
-            link.load += share
-            crowded = crowded or link.load > _FULL
+            link.users[id] = running
+            link.load = load = link.load + share
+            if load > _FULL:
+                crowded = True
         for role in flow.takes:
-            self._beside[role][flow.id] = running
+            self._beside[role][id] = running
+        if not flow.takes:
+            self._lone[id] = running
         return crowded
 
     def _shares_of(self, flow: Flow) -> list[tuple[_Link, float]]:
@@ -260,46 +275,59 @@ class SharedPool:
         crowd = {message.flow.id: message}
         queue = [message]
         seen: set[_Link] = set()
-        while queue:
-            for link, _ in self._shares[queue.pop().flow.id]:
+        for known in queue:  # which grows
+            for link, _ in self._shares[known.flow.id]:
                 if link.load > _FULL and link not in seen:
                     seen.add(link)
-                    more = [m for i, m in link.users.items() if i not in crowd]
-                    crowd.update([(m.flow.id, m) for m in more])
-                    queue += more
+                    for id, other in link.users.items():
+                        if id not in crowd:
+                            crowd[id] = other
+                            queue.append(other)
         return crowd
 
-    def _share(self, messages: dict[int, RunningMessage], now: float) -> dict[int, None]:
-        """Give messages and all tied to them their fair rates; return the roles of messages whose rate changed."""
-        touched: dict[int, None] = {}
+    def _share(
+        self, messages: dict[int, RunningMessage], roles: Iterable[int], now: float
+    ) -> dict[int, None]:
+        """Give messages and all tied to them their fair rates; return `roles`, and the roles whose messages changed."""
+        touched = dict.fromkeys(roles)
         while messages:
             crowd = self._crowd(next(iter(messages.values())))
-            key = tuple(sorted(crowd))
-            rates = self._known.get(key)
-            if rates is None:
-                rates = self._known[key] = fair_rates([crowd[i].flow for i in key])
-            for i, rate in zip(key, rates, strict=True):
+            for i, rate in self._rates(crowd):
                 message = crowd[i]
                 if rate != message.rate:
                     self._change(message, rate, now)
                     for role in message.flow.takes:
                         touched[role] = None
+            if len(messages) == 1:
+                break
             messages = {i: m for i, m in messages.items() if i not in crowd}
         return touched
+
+    def _rates(self, crowd: Mapping[int, RunningMessage]) -> list[tuple[int, float]]:
+        """Return the fair rates of messages that are tied to no others, in the order of their ids."""
+        key = tuple(sorted(crowd)) if len(crowd) > 1 else tuple(crowd)
+        rates = self._known.get(key)
+        if rates is None:
+            fair = fair_rates([crowd[i].flow for i in key])
+            rates = self._known[key] = list(zip(key, fair, strict=True))
+        return rates
 
     def _left_over(self, role: int) -> float:
         """Return the rate of compute beside the messages under way."""
         sms = memory = 0.0
         for message in self._beside[role].values():
             f_sm, f_memory = message.flow.takes[role]
-            sms, memory = sms + f_sm, memory + f_memory * message.rate
+            sms += f_sm
+            memory += f_memory * message.rate
         return compute_rate(sms, memory)
 
     def _slow(self, roles: Iterable[int], now: float) -> None:
         for role in roles:
             running = self._computing[role]
-            if running is not None and (rate := self._left_over(role)) != running.rate:
-                self._change(running, rate, now)
+            if running is not None:
+                rate = self._left_over(role)
+                if rate != running.rate:
+                    self._change(running, rate, now)
 
     def _change(self, activity: Activity, rate: float, now: float) -> None:
         activity.change(rate, now)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from piper_ir.plan.plan import DeviceType, Plan, RolePlan
+from piper_ir.plan.plan import Channel, DeviceType, Plan, RolePlan
 from piper_ir.program.costs import AllocatorCosts
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
@@ -73,8 +73,14 @@ def device_memory(
         return DeviceMemory(peak)
     mine = [c for c in plan.channels if role.role in c.roles]
     pairs = sum(c.kind == "p2p" for c in mine)
-    groups = sum(c.kind == "group" and len(plan.peers(c, role.ranks[0])) > 1 for c in mine)
+    groups = sum(c.kind == "group" and _has_others(plan, c, role) for c in mine)
     each = (device.group_bytes, device.p2p_bytes) if device is not None else (0, 0)
     held = peak + buffers
     reserve = round(held * factor) - held
     return DeviceMemory(peak, reserve, context, groups * each[0], pairs * each[1], buffers)
+
+
+def _has_others(plan: Plan, channel: Channel, role: RolePlan) -> bool:
+    """Return whether the ranks of a role meet others on a channel."""
+    along = [axis for axis in channel.over if axis not in role.placed]
+    return len(channel.roles) > 1 or plan.mesh.degree(along) > 1

@@ -8,8 +8,11 @@ temporaries of the update come on top of that peak.
 
 from __future__ import annotations
 
-from piper_ir.fold.memory import Usage, peak, scan
+from collections.abc import Sequence
+
+from piper_ir.fold.memory import RoleMemory, Usage
 from piper_ir.ground.sizes import bind
+from piper_ir.plan.instr_table import PartTemplate
 from piper_ir.plan.plan import Plan, RolePlan
 from piper_ir.program.ops import Compute, Update
 from piper_simulator.cluster.stacks import Stack
@@ -25,19 +28,15 @@ class HeldBeside:
         self.always = 0 if stack is None else self._buffers(stack)
         self._captured = _captured_peak(plan, role) if plan.cuda_graph else 0
         kept = kept_by(stack, plan, role)
-        both = () if kept is role else zip(scan(plan, role), scan(plan, kept), strict=True)
-        self._otherwise = {of_plan.instr: own.total - of_plan.total for of_plan, own in both}
+        of_plan, own = (RoleMemory(plan, r).moments() for r in (role, kept))
+        both = () if kept is role else zip(of_plan, own, strict=True)
+        self._otherwise = {instr: less - more for (instr, more), (_, less) in both}
 
     def _buffers(self, stack: Stack) -> int:
         """Return the bytes of the buffers that live through the step."""
         if not stack.holds:
             return 0
-        own = {
-            p.op.variant
-            for instr in self._role.program
-            for p in instr.parts
-            if isinstance(p.op, Compute)
-        }
+        own = {op.variant for op in self._role.table.ops if isinstance(op, Compute)}
         chunks = [c for c in (*self._plan.chunks, *self._plan.variants) if c.variant in own]
         scores = [
             bind(k.bytes, 0) // 2  # a softmax reads and writes them
@@ -64,22 +63,26 @@ class HeldBeside:
         }
         return sum(sizes[name] for name in stack.holds)
 
-    def at(self, usage: Usage) -> int:
-        """Return the bytes beside a moment of the role."""
-        more = self.always + self._otherwise.get(usage.instr, 0)
-        if self._captured and usage.instr >= 0:
-            more += self._unused(usage)
-        if self._stack is not None and self._stack.loss_keeps and usage.instr >= 0:
-            ops = [p.op for p in self._role.program[usage.instr].parts]
+    def at(self, instr: int, nbytes: int) -> int:
+        """Return the bytes beside a moment of the role: an instruction, -1 for the start, and the bytes held there."""
+        more = self.always + self._otherwise.get(instr, 0)
+        if self._captured and instr >= 0:
+            more += self._unused(instr, nbytes)
+        if self._stack is not None and self._stack.loss_keeps and instr >= 0:
+            ops = [p.op for p in self._parts(instr)]
             more += max((self._logits(op) for op in ops if isinstance(op, Compute)), default=0)
         return more
 
-    def _unused(self, usage: Usage) -> int:
+    def _parts(self, instr: int) -> Sequence[PartTemplate]:
+        table = self._role.table
+        return table.templates[table.used[instr]].parts
+
+    def _unused(self, instr: int, nbytes: int) -> int:
         """Return the bytes of a graph's pool that the plan does not hold while the optimizer runs."""
-        updates = [p.op for p in self._role.program[usage.instr].parts if isinstance(p.op, Update)]
+        updates = [p.op for p in self._parts(instr) if isinstance(p.op, Update)]
         if not updates:
             return 0
-        return max(0, self._captured - (usage.total - sum(op.workspace for op in updates)))
+        return max(0, self._captured - (nbytes - sum(op.workspace for op in updates)))
 
     def _logits(self, op: Compute) -> int:
         """Return the bytes that the stack holds beside the loss of a step; 0 for one without a loss."""
@@ -97,18 +100,22 @@ class HeldBeside:
 
 def _captured_peak(plan: Plan, role: RolePlan) -> int:
     """Return the most bytes that a role holds in an instruction before its first update."""
-    program = role.program
-    ends = (k for k, i in enumerate(program) if any(isinstance(p.op, Update) for p in i.parts))
-    first = next(ends, len(program))
-    return max((usage.total for usage in scan(plan, role) if usage.instr < first), default=0)
+    table = role.table
+    ends = [any(isinstance(p.op, Update) for p in t.parts) for t in table.templates]
+    first = next((i for i, k in enumerate(table.used) if ends[k]), len(table.used))
+    moments = RoleMemory(plan, role).moments()
+    return max((nbytes for instr, nbytes in moments if instr < first), default=0)
 
 
 def fullest_moment(plan: Plan, role: RolePlan, beside: HeldBeside) -> tuple[Usage, int]:
     """Return a role's peak, and the bytes that its fullest moment with the software has more, or fewer."""
-    moments = list(scan(plan, role))
-    most = max(moments, key=lambda usage: usage.total, default=None) or peak(plan, role)
-    held = max((u.total + beside.at(u) for u in moments), default=most.total)
-    return most, held - most.total
+    memory = RoleMemory(plan, role)
+    moments = list(memory.moments())
+    if not moments:
+        return memory.peak(), 0
+    fullest, total = max(moments, key=lambda moment: moment[1])
+    held = max([nbytes + beside.at(instr, nbytes) for instr, nbytes in moments])
+    return memory.at(fullest), held - total
 
 
 def software_buffers(plan: Plan, role: RolePlan, stack: Stack | None) -> int:

@@ -9,6 +9,7 @@ MadeAt = tuple[float, float, float]
 """The moments at which an event was made, the event that made it was, and the one that made that was."""
 EventKey = tuple[float, float, float, float, int]
 """The place of an event in the order of all: its moment, its `MadeAt`, and a number that grows with each event."""
+_Event = tuple[float, float, float, float, int, int, Callable[[], None]]
 
 
 class EventClock:
@@ -19,22 +20,27 @@ class EventClock:
     that which it would have if each made the next, so its key has the times at which they would.
 
     Attributes:
-        key: the place of the event that is handled now.
+        event: the one that is handled now: its key, a number that orders events pushed with one key, and its function.
     """
 
-    __slots__ = ("_events", "_made", "_pushed", "key", "now", "stopped")
+    __slots__ = ("_events", "_made", "_pushed", "event", "now", "stopped")
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.key: EventKey = (0.0, 0.0, 0.0, 0.0, -1)
+        self.event: _Event = (0.0, 0.0, 0.0, 0.0, -1, 0, self.drop)
         self.stopped = False
-        self._events: list[tuple[EventKey, int, Callable[[], None]]] = []
+        self._events: list[_Event] = []
         self._made = self._pushed = 0
 
     @property
     def made(self) -> MadeAt:
         """Return the times of an event that is made now."""
-        return self.key[:3]
+        return self.event[:3]
+
+    @property
+    def key(self) -> EventKey:
+        """Return the place of the event that is handled now."""
+        return self.event[:5]
 
     def number(self) -> int:
         """Return the number of the next event."""
@@ -44,23 +50,21 @@ class EventClock:
     def after(self, seconds: float, call: Callable[[], None]) -> None:
         """Call a function some seconds from now."""
         self._made = order = self._made + 1
-        self._pushed = pushed = self._pushed + 1
-        moment, made, before, _, _ = self.key
-        key = self.now + seconds, moment, made, before, order
-        heappush(self._events, (key, pushed, call))
+        event = self.event
+        heappush(self._events, (self.now + seconds, event[0], event[1], event[2], order, 0, call))
 
     def push(self, key: EventKey, call: Callable[[], None]) -> None:
         """Call a function at the moment and in the place of a key."""
         self._pushed = pushed = self._pushed + 1
-        heappush(self._events, (key, pushed, call))
+        heappush(self._events, (*key, pushed, call))
 
     def run(self) -> None:
         """Handle events until none is left, or `stopped` is set."""
         events = self._events
         while events and not self.stopped:
-            self.key, _, call = heappop(events)
-            self.now = self.key[0]
-            call()
+            self.event = event = heappop(events)
+            self.now = event[0]
+            event[6]()
 
     def drop(self) -> None:
         """Drop the events that are left."""

@@ -59,8 +59,9 @@ PERIOD_STEPS = 6, 16
 def step_and_period(work: StepWork) -> tuple[Times, float]:
     """Return the times of one step alone, and the period as `piper_ir.fold.steady_state.period`, but under contention.
 
-    Steps run until they repeat, to 1e-9. They count as long as every stream has more to come, since afterwards there is
-    less to share with. If a stream runs so far ahead that hardly any step is left, all count.
+    Steps run until they repeat, to 1e-9: until the first stream to end a step finds all others and all that is under
+    way as a step ago, or else until every stream advances alike. They count as long as every stream has more to come,
+    since afterwards there is less to share with. If a stream runs so far ahead that hardly any step is left, all count.
 
     Steps that follow each other do the same as one alone until a stream has ended its part of it. So they go on from a
     copy of the engine at that moment.
@@ -79,6 +80,31 @@ def step_and_period(work: StepWork) -> tuple[Times, float]:
             return alone, ends.period_s
     enough = len(ends.counted) > steps // 2
     return alone, later_half(ends.counted if enough else ends.rows, host)
+
+
+TOLERANCE = 1e-9
+"""The most by which steps that repeat may differ, as a fraction of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """Hold where an engine is at a moment: engines whose states agree go on alike.
+
+    Attributes:
+        places: where streams stand in their step, and the activities under way.
+        seconds: since when, as seen from the moment, and how much of it is left.
+    """
+
+    now: float
+    places: tuple[object, ...]
+    seconds: list[float]
+
+    def repeats(self, before: _State) -> bool:
+        """Return whether it agrees with an earlier one."""
+        slack = TOLERANCE * (self.now - before.now)
+        return self.places == before.places and all(
+            [abs(a - b) <= slack for a, b in zip(self.seconds, before.seconds, strict=True)]
+        )
 
 
 def _no_times(prepared: Prepared, steps: int) -> list[Times]:
@@ -112,6 +138,16 @@ class _StepEnds:
         self.period_s: float | None = None
         self._left = [streams] * steps
         self._out = float("inf")  # when the first stream ended its last step
+        self._state: _State | None = None
+
+    def seen(self, state: _State) -> None:
+        """Record the state when the first stream to end a step has ended one more."""
+        before, self._state = self._state, state
+        if before is None or self.known or not state.repeats(before):
+            return
+        seconds = state.now - before.now
+        if self.host <= seconds:
+            self.known, self.period_s = True, seconds
 
     def ended(self, stream: int, step: int, now: float) -> None:
         """Record that a stream has ended a step."""
@@ -126,7 +162,7 @@ class _StepEnds:
             return
         if now <= self._out:
             self.counted.append(self.rows[step])
-            self.period_s = steady(self.counted, self.host, tolerance=1e-9)
+            self.period_s = steady(self.counted, self.host, tolerance=TOLERANCE)
         if final or self.period_s is not None:
             self.known = True
 
@@ -204,8 +240,8 @@ class _Stream:
     def go(self) -> None:
         """Go on until something must be waited for, which then calls this again."""
         engine, part, clock = self.engine, self.part, self.clock
-        counters = engine.counters
-        while self.at < len(part.nodes) or self._next_step():
+        counters, shared, size = engine.counters, engine.shared, len(part.nodes)
+        while self.at < size or self._next_step():
             at, step, ready = self.at, self.step, 0.0
             node, times = part.nodes[at], self.times
             if engine.issued:
@@ -230,12 +266,12 @@ class _Stream:
             if not duration:
                 self._end()
                 continue
-            if engine.shared is None:
+            if shared is None:
                 clock.after(duration, self._ended)
             elif (flow := part.flows[at]) is None:
-                engine.shared.compute(part.role, node, duration, self._ended)
+                shared.compute(part.role, node, duration, self._ended)
             else:
-                engine.shared.message(flow, self._ended)
+                shared.message(flow, self._ended)
             return
 
     def _next_step(self) -> bool:
@@ -252,6 +288,7 @@ class _Stream:
         """Go on at a moment, to the bit: a sum of floats is exact if neither is more than the other, or is 0."""
         now = self.clock.now
         wait = moment - now
+        self.engine.host_waits = True
         self.clock.after(wait if wait <= now or not now else 0.75 * wait, self.go)
 
     def _ended(self) -> None:
@@ -273,18 +310,19 @@ class _Stream:
 
     def _leave(self) -> None:
         """Leave the stream to the next instruction; a transfer arrives later."""
-        engine, group = self.engine, self.part.groups[self.at]
-        if self.times is not None:
-            node = self.part.nodes[self.at]
-            self.times.start[node], self.times.end[node] = self.began, self.clock.now
+        engine, part, at, done = self.engine, self.part, self.at, self.done
+        group, times = part.groups[at], self.times
+        if times is not None:
+            node = part.nodes[at]
+            times.start[node], times.end[node] = self.began, self.clock.now
         if group >= 0 and engine.work.latency and engine.work.prepared.p2p[group]:
-            self.done.depart(engine.work.latency)
-        elif self.done.pending:
-            self.done.pending.append(False)
+            done.depart(engine.work.latency)
+        elif done.pending:
+            done.pending.append(False)
         else:
-            self.done.count()
-        self.at += 1
-        if engine.ends is not None and self.at == len(self.part.nodes):
+            done.count()
+        self.at = at = at + 1
+        if engine.ends is not None and at == len(part.nodes):
             engine.step_ended(self)
 
 
@@ -294,6 +332,7 @@ class _Engine:
     Attributes:
         rest: functions that are still to be called at this moment, before the next event.
         meetings: by group, the members that have come to it.
+        host_waits: whether a stream has waited for its host.
         branch: with `branches`, a copy of the engine when its first stream has ended all steps.
     """
 
@@ -310,6 +349,7 @@ class _Engine:
         self.counters = [_Counter(self.clock) for _ in work.parts]
         self.meetings: dict[int, _Meeting] = {}
         self.issued = self._issued()
+        self.host_waits = False
         self.branch: _Engine | None = None
         self._branches, self._first = branches, -1
         self.streams = [_Stream(self, s) for s in range(len(work.parts))]
@@ -342,7 +382,7 @@ class _Engine:
 
     def follow(self, steps: int, ends: _StepEnds) -> None:
         """Go on from a branch until it is known how long steps take that follow the first."""
-        self.steps, self.ends = steps, ends
+        self.steps, self.ends, self.host_waits = steps, ends, False
         self.issued = self._issued()
         stream = self.streams[self._first]
         self.step_ended(stream)
@@ -359,8 +399,22 @@ class _Engine:
     def step_ended(self, stream: _Stream) -> None:
         """Record that a stream has ended a step now."""
         assert self.ends is not None, "only a branch counts ends"
+        if stream.index == self._first and (state := self._state(stream.step)):
+            self.ends.seen(state)
         self.ends.ended(stream.index, stream.step, self.clock.now)
         self.clock.stopped = self.ends.known
+
+    def _state(self, step: int) -> _State | None:
+        """Return the state when the first stream has ended a step; None if it depends on more, hosts or latencies."""
+        if self.shared is None or self.work.latency or self.host_waits:
+            return None
+        now = self.clock.now
+        places, seconds = self.shared.under_way_at(now)
+        for stream, counter in zip(self.streams, self.counters, strict=True):
+            done = len(counter.at) - step * len(stream.part.nodes)
+            places.append((stream.at, stream.step - step, done))
+        met = [(group, meeting.came) for group, meeting in sorted(self.meetings.items())]
+        return _State(now, (*places, *met), seconds)
 
     def come(self, group: int, met: Callable[[float], None]) -> bool:
         """Return whether all of a group have come, so that it runs now; else `met` is called with its start."""

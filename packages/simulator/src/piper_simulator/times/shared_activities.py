@@ -28,12 +28,13 @@ class SharedActivities:
 
     Attributes:
         profiles: node -> the pieces of an instruction with messages inside of its steps.
+        chains: by role, the last instruction of such pieces.
     """
 
     def __init__(self, clock: EventClock, roles: int, profiles: Mapping[int, PieceProfile]) -> None:
         self.clock, self.profiles = clock, profiles
+        self.chains: list[PieceChain | None] = [None] * roles
         self.pool = SharedPool(roles, self._sooner)
-        self._ends: dict[Activity, Callable[[], None]] = {}
 
     def compute(self, role: int, node: int, seconds: float, ended: Callable[[], None]) -> None:
         """Begin the compute of a node, with the messages inside, now; `ended` is called at its end."""
@@ -41,36 +42,47 @@ class SharedActivities:
         if profile is None:
             PlainCompute(self, role, seconds, ended)
         else:
-            PieceChain(self, role, profile, ended).begin()
+            self.chains[role] = chain = PieceChain(self, role, profile, ended)
+            chain.begin()
 
     def message(self, flow: Flow, ended: Callable[[], None]) -> None:
         """Begin a message now; `ended` is called at its end."""
         running = self.pool.message(flow, self.clock.now)
-        self._ends[running] = ended
+        running.ended = ended
         self._look(running, running.left / running.rate)
+
+    def under_way_at(self, now: float) -> tuple[list[object], list[float]]:
+        """Return the activities under way, and since when and with how much left, as seen from a moment."""
+        names: list[object] = [None if chain is None else chain.at for chain in self.chains]
+        seconds: list[float] = []
+        for name, activity in self.pool.under_way():
+            names.append(name)
+            seconds += activity.since - now, activity.left, activity.rate
+        return names, seconds
 
     def under_way(
         self, message: RunningMessage, timer: EventKey, ended: Callable[[], None]
     ) -> None:
         """Let a message that has begun before go on by events, of which the next has this key."""
-        self._ends[message] = ended
+        message.ended = ended
         self.clock.push(timer, partial(self._due, message, message.look))
 
     def _look(self, activity: Activity, after: float) -> None:
-        activity.look = activity.end
-        self.clock.after(after, partial(self._due, activity, activity.look))
+        activity.look = end = activity.end
+        self.clock.after(after, partial(self._due, activity, end))
 
     def _sooner(self, activity: Activity) -> None:
         self._look(activity, activity.end - self.clock.now)
 
     def _due(self, activity: Activity, at: float) -> None:
-        if activity.look != at or activity not in self._ends:
+        assert isinstance(activity, RunningMessage), "compute ends by itself"
+        ended = activity.ended
+        if activity.look != at or ended is None:
             return
         if activity.end > at:
             self._look(activity, activity.end - self.clock.now)
             return
-        ended = self._ends.pop(activity)
-        assert isinstance(activity, RunningMessage), "chains end by themselves"
+        activity.ended = None
         self.pool.arrived(activity, self.clock.now)
         ended()
 
@@ -88,14 +100,15 @@ class PlainCompute(Activity):
         self, owner: SharedActivities, role: int, seconds: float, ended: Callable[[], None]
     ) -> None:
         self._owner, self._role, self.ended = owner, role, ended
-        self.left, self.since = seconds, owner.clock.now
+        clock = owner.clock
+        self.left, self.since = seconds, clock.now
         self.rate = rate = owner.pool.enter(role, self)
         self.end = self.since + seconds / rate
-        self._look(self.end, owner.clock.made, owner.clock.number())
+        self._look(self.end, clock.made, clock.number())
 
     def change(self, rate: float, now: float) -> None:
         """Go on at another rate."""
-        super().change(rate, now)
+        Activity.change(self, rate, now)
         if self.end < self.look:
             clock = self._owner.clock
             self._look(now + (self.end - now), clock.made, clock.number())
@@ -193,7 +206,7 @@ class PieceChain(Activity):
         """Go on with compute at another rate."""
         self._catch_up()
         if self.profile.flows[self.at] is None:
-            super().change(rate, now)
+            Activity.change(self, rate, now)
             if self.end < self.look:
                 clock = self.owner.clock
                 self.look, self.fires = self.end, now + (self.end - now)
