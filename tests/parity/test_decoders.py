@@ -93,7 +93,7 @@ SINKS: dict[str, tuple[Mesh, tuple[Directive, ...]]] = {
 
 @pytest.mark.parametrize("layout", SINKS)
 def test_sinks_train_what_attention_written_out_trains(layout: str) -> None:
-    """The kernel's result and gradients are those of a softmax with one more column, also in parts of keys."""
+    """The kernel's result and gradients equal a softmax with one more column's, also in parts of keys."""
     sizes = replace(DECODERS["sinks"], window=None, window_every=1)
     jobs = [
         models.job(s, global_batch=4, precision="float64", lr=0.01)

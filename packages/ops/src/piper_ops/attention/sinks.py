@@ -3,8 +3,8 @@
 Such a sink (GPT-OSS, arXiv 2508.10925, section 2.3) is one more term of the softmax's denominator. With S the scores,
 L their logsumexp and s the sink of the head, the logsumexp with the sink is L' = log(exp L + exp s), and the output is
 exp(L - L') times that of attention without sinks. The gradients of attention are made from P = exp(S - L) and the
-row-wise sum of dO * O (FlashAttention, arXiv 2205.14135, appendix B.2), so piper::attention_dgrad gives those with
-sinks if it is given L' and the output with sinks. The gradient of a sink is -exp(s - L') * sum(dO * O).
+row-wise sum of dO * O (FlashAttention, arXiv 2205.14135, appendix B.2), so piper::attention_dgrad gives the ones
+with sinks if it is given L' and the output with sinks. The gradient of a sink is -exp(s - L') * sum(dO * O).
 
 The op is made of piper::attention, its gradient and torch's own ops, and is no node of a captured graph.
 """
