@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import piper
 from benchmarks.step_model import Regime, Stage, fused_adamw
+from piper.api.compiling.compiling import Compiled
 from piper_ir.plan.plan import Plan
 from piper_runtime.engine import HEART_SLOTS, CpuStreams, Engine, host_clock
 from piper_runtime.launch import rank_job
@@ -92,6 +93,16 @@ class Setup:
         """Return the rows of one of two replicas."""
         size = self.plan.global_batch // 2
         return range(replica * size, (replica + 1) * size)
+
+
+def shipped_code(compiled: Compiled) -> Mapping[str, Mapping[str, ShippedCode]]:
+    """Return the code of a plan, as workers get it."""
+    assert compiled.code is not None
+    code = compiled.code.export([c.code for c in compiled.plan.chunks], compiled.plan.rows)
+    return {
+        name: {step: ShippedCode(c.source, dict(c.constants)) for step, c in steps.items()}
+        for name, steps in code.items()
+    }
 
 
 def initial_model(setup: Setup) -> Any:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import multiprocessing
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -28,17 +28,15 @@ from statistics import median
 from typing import Any
 
 import piper
-from benchmarks import expert_side, tensor_side
+from benchmarks import compiled_time, expert_side, tensor_side
 from benchmarks.expert_side import EXPERTS, MixtureRegime, expert_job
 from benchmarks.fsdp2_side import SHARDED
 from benchmarks.measure import Goal, Row, pairs_row
 from benchmarks.step_model import LARGE, SMALL, Regime, job
-from benchmarks.step_sides import DATA_PARALLEL, PIPELINES, PLAIN, WORLD, Setup
+from benchmarks.step_sides import DATA_PARALLEL, PIPELINES, PLAIN, WORLD, Setup, shipped_code
 from benchmarks.step_worker import ALIVE, SILENCE_S, Measured, work
 from benchmarks.tensor_side import TENSOR, tensor_job
-from piper.api.compiling.compiling import Compiled
 from piper_ir.plan.plan_bytes import flat_bytes
-from piper_runtime.rank import ShippedCode
 
 COMPILED = ("GPipe", "1F1B", "interleaved 1F1B")
 """The schedules with compiled stages; torch cannot split the backward of a compiled stage."""
@@ -62,6 +60,7 @@ def step_rows(quick: bool) -> Iterator[Row]:
         yield from compared("step", replicas(regime), PAIRS["replicas"], quick)
     for regime in (SMALL,) if quick else (LARGE, SMALL):
         yield from compiled_rows(regime, quick)
+    yield from compiled_time.rows(quick)
 
 
 def compiled_rows(regime: Regime, quick: bool) -> Iterator[Row]:
@@ -217,16 +216,6 @@ def prepared(
     options = piper.Options(kernels="inductor" if compiled else "eager")
     made = piper.compile(trained, piper.Strategy(mesh, recipe), options=options)
     return Setup(kind, regime, trained, made.plan, shipped_code(made), tolerance, compiled)
-
-
-def shipped_code(compiled: Compiled) -> Mapping[str, Mapping[str, ShippedCode]]:
-    """Return the code of a plan, as workers get it."""
-    assert compiled.code is not None
-    code = compiled.code.export([c.code for c in compiled.plan.chunks], compiled.plan.rows)
-    return {
-        name: {step: ShippedCode(c.source, dict(c.constants)) for step, c in steps.items()}
-        for name, steps in code.items()
-    }
 
 
 def run(setup: Setup, pairs: int) -> list[Measured]:

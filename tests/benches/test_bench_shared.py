@@ -4,8 +4,11 @@ when both compile."""
 from __future__ import annotations
 
 import pytest
+import torch
 
-from benchmarks import step_model, step_time
+from benchmarks import compiled_time, step_model, step_time
+from piper import models
+from piper.models import DecoderConfig
 from piper_ir.program.ops import Collective
 
 
@@ -30,6 +33,29 @@ def test_both_sides_train_the_same_and_hold_what_is_measured() -> None:
     rows = step_time.compared("sharded", setup, 1, quick=False)
     assert all(row.value > 0 for row in rows)
     assert step_time.peak(kind, step_model.TINY, "step").value > 0
+
+
+@pytest.mark.long
+def test_compiled_steps_are_beside_torch_compile_and_eager_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The three sides train the same; a process without rounds has an empty cache."""
+    tiny = models.GPTConfig(layers=1, width=16, heads=2, vocab=32, length=8)
+    asked: list[int] = []
+
+    def here(config: DecoderConfig, precision: str, folder: str, rounds: int) -> object:
+        asked.append(rounds)
+        return compiled_time.measure(config, precision, rounds, rows=1, microbatches=2)
+
+    monkeypatch.setattr(compiled_time, "_in_a_process", here)
+    rows = list(compiled_time.compared("tiny", tiny, "bfloat16", 1))
+    assert asked == [0, 1] and all(row.value > 0 for row in rows)
+    assert [str(row.goal) for row in rows] == ["> 0.98", "> 1.25", "None", "< 3"]
+    monkeypatch.setattr(
+        compiled_time, "adamw", lambda named: torch.optim.SGD([p for _, p in named], lr=1.0)
+    )
+    with pytest.raises(RuntimeError, match="do not train the same"):
+        compiled_time.measure(tiny, "float32", 0, rows=1, microbatches=2)
 
 
 @pytest.mark.long

@@ -496,3 +496,32 @@ def quick() -> frozenset[int]:
 def cover() -> tuple[tuple[Composition, str], ...]:
     """Return the compositions of the pairwise cover, each with its launcher."""
     return tuple((composition(row, seed), row["launcher"]) for seed, row in enumerate(rows()))
+
+
+COMPILED = ("gpt", "llama", "mixture")
+"""The models of which `make test` compiles steps with Inductor."""
+
+
+def compiled_as(row: Row) -> Row:
+    """Return what decides the compiled code of a row's steps."""
+    how = SHARING[row["sharing"]]
+    return dict(
+        model=row["model"],
+        keep=row["keep"],
+        precision=row["precision"],
+        shared=tuple(axis for axis in ("tp", "cp") if axis in how) + ("ep",) * (row["ep"] > 1),
+        backward=WRITTEN[row["written"]].get("backward", "whole"),
+        gathered=row["zero"] == 3,
+    )
+
+
+@cache
+def compiled() -> frozenset[int]:
+    """Return the numbers of the rows that `make test` compiles: every two values that meet in a row of four devices."""
+    numbers = [
+        k for k, row in enumerate(rows()) if row["model"] in COMPILED and devices_of(row) <= 4
+    ]
+    found = [compiled_as(rows()[k]) for k in numbers]
+    factors = {name: list(dict.fromkeys(row[name] for row in found)) for name in found[0]}
+    chosen = part(Product(factors, ()), found, 1.0, lambda row: {tuple(row.items()): 1.0})
+    return frozenset(numbers[k] for k in chosen)

@@ -3,7 +3,11 @@ and moves."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from threading import Barrier, Thread
 
 import pytest
 import torch
@@ -25,7 +29,7 @@ from piper_ops import (
     rms_norm_dgrad,
     rms_norm_wgrad,
 )
-from piper_ops.inductor import fusions
+from piper_ops.inductor import _torch_inductor, fusions
 
 SHAPE = [6]
 
@@ -105,3 +109,46 @@ def test_compiled_kernels_are_found_on_disk() -> None:
         torch.testing.assert_close(made, torch.nn.functional.silu(drawn(4, 8)) * drawn(4, 8))
     assert (Counter(found) - before)["fxgraph_cache_hit"] == 1
     assert not (Counter(found) - before)["fxgraph_cache_bypass"]
+
+
+class Compiler:
+    """Keeps on disk what it compiles, which takes a while; `compiled` counts what was not there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._made, self.compiled = folder / "made", 0
+
+    def __call__(self, function: Callable[..., object], specs: object, device: object) -> None:
+        if not self._made.exists():
+            self.compiled += 1
+            time.sleep(0.2)
+            self._made.touch()
+
+
+def test_of_ranks_that_start_together_one_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, ranks, together = Compiler(tmp_path), 3, Barrier(3)
+    monkeypatch.setattr(_torch_inductor, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(_torch_inductor, "compiled", compiler)
+
+    def start() -> None:
+        together.wait()
+        fusions._compiled.__wrapped__(GATED, (), "cpu")  # a process has a cache of its own
+
+    threads = [Thread(target=start) for _ in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert compiler.compiled == 1
+
+
+def test_kernels_are_told_apart_by_sizes_and_dtypes() -> None:
+    """And by text and device; strides are always those of contiguous tensors, and torch's cache knows the rest."""
+    asked = (((4, 8), "float32"), ((2, 8), "float32"), ((2, 8), "float64"))
+    made = [compiled_fusion(GATED, (spec, spec), "cpu") for spec in asked]
+    assert made[0] is compiled_fusion(GATED, (asked[0],) * 2, "cpu")
+    for call, (shape, dtype) in zip(made, asked, strict=True):
+        given = drawn(*shape).to(getattr(torch, dtype))
+        (out,) = call([given, given])
+        assert (out.shape, out.dtype) == (shape, given.dtype)

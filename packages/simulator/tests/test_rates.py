@@ -1,6 +1,6 @@
 """Rates of what runs at the same time: fair, within capacity, and no work lost, whatever begins and ends when."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 from hypothesis import given
@@ -15,6 +15,8 @@ from piper_simulator.contention.rates import (
     compute_rate,
     fair_rates,
 )
+from piper_simulator.times.clock import EventClock, EventKey
+from piper_simulator.times.shared_activities import SharedActivities
 
 RESOURCES, ROLES = 4, 3
 
@@ -143,3 +145,31 @@ def parts(running: Iterable[RunningMessage], role: int) -> Iterable[tuple[float,
         if role in m.flow.takes:
             f_sm, f_memory = m.flow.takes[role]
             yield f_sm, f_memory * m.rate
+
+
+class CountingClock(EventClock):
+    """Notes the moments of the events that are set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set: list[float] = []
+
+    def push(self, key: EventKey, call: Callable[[], None]) -> None:
+        self.set.append(key[0])
+        super().push(key, call)
+
+
+def test_compute_looks_at_its_end_again_however_often_its_rate_changes() -> None:
+    """Forty messages beside it slow it one after the other, and each end makes it faster: that sets no events."""
+    clock, ends, left = CountingClock(), list[float](), [40]
+    shared = SharedActivities(clock, 1, {})
+
+    def next_message() -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            shared.message(Flow(left[0], 0.1, {}, 1.0, {0: (0.5, 0.0)}), next_message)
+
+    shared.compute(0, 0, 10.0, lambda: ends.append(clock.now))
+    clock.after(1.0, next_message)
+    clock.run()
+    assert ends == [pytest.approx(12.0)] and clock.set == pytest.approx([10.0, 12.0])

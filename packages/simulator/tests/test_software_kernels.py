@@ -9,8 +9,8 @@ import pytest
 from piper_ir.ground.sizes import bind
 from piper_ir.program.program import Cost, Kernel, Step
 from piper_simulator import STACKS, load_cluster
-from piper_simulator.durations.kernels import launch_count
-from piper_simulator.durations.software_kernels import SUM, run_kernels
+from piper_simulator.durations.kernels import by_kind, launch_count
+from piper_simulator.durations.software_kernels import FUSION, SUM, run_kernels
 
 COPY = Kernel("elementwise", (), "bfloat16", 0, 1000, op="clone")
 ADD = replace(COPY, op="add")
@@ -56,3 +56,26 @@ def test_a_product_that_adds_to_a_sum_moves_the_sum_as_well() -> None:
 def test_a_factor_of_one_step_leaves_the_others() -> None:
     stack = replace(STACKS["eager"], passes={"I.clone": 0})
     assert [len(run_kernels(stack, [COPY, ADD], step)) for step in ("F", "I")] == [2, 1]
+
+
+def test_a_backward_that_is_one_graph_adds_to_sums_in_its_products() -> None:
+    """Additions of 16 bit are of input gradients; products of I and W in turn are not joined."""
+    stack = STACKS["hopper-megatron"]
+    add = Kernel("elementwise", (), "float32", 100, 1_000, op="add")
+    found = run_kernels(stack, [add, PRODUCT, ADD, replace(PRODUCT, dims=(64, 99, 16))], "B")
+    assert [(k.op, bind(k.bytes, 0)) for k in found] == [
+        ("mm", 7_168), ("add", 1_000), ("mm", 7_168), (SUM, 600),
+    ]  # fmt: skip
+
+
+def test_kernels_that_inductor_made_for_a_plan_are_launched_as_they_are() -> None:
+    """A stack that fuses would make one kernel of the three."""
+    fusion = replace(COPY, op=FUSION)
+    for name in ("inductor", "hopper-torch-compile"):
+        device = load_cluster(f"h100x1@{name}").device
+        assert device.stack is not None
+        for kernels, count in (([fusion, fusion, fusion], 3), ([COPY, ADD, COPY], 1)):
+            cost = Cost(tuple(run_kernels(device.stack, kernels, "F")))
+            assert launch_count(device, cost) == count, name
+    two = replace(fusion, bytes=0)
+    assert by_kind(device, two, backward=False) == device.kernel_s > 0

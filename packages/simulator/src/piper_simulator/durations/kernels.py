@@ -31,8 +31,9 @@ from piper_ir.ground.trace import Source
 from piper_ir.program.program import Cost, Kernel, Step
 from piper_simulator.cluster.device import FLOAT8, Device
 from piper_simulator.cluster.kernel_table import SOURCES, Found, How
+from piper_simulator.cluster.stacks import Stack
 from piper_simulator.durations.eager_launches import Launched, launched_by_torch
-from piper_simulator.durations.software_kernels import HALF, INSIDE, run_kernels
+from piper_simulator.durations.software_kernels import FUSION, HALF, INSIDE, run_kernels
 
 _AT_PEAK = frozenset({"matmul", "attention"})
 TILES = ((128, 128), (128, 256), (256, 128))
@@ -85,14 +86,20 @@ def launch_count(device: Device, cost: Cost) -> int:
 
     A kernel that fills results is started by the call that allocates them, and a sum is a part of its product.
     """
-    if device.stack is None:
+    stack = device.stack
+    if stack is None:
         return sum(k.count for k in cost.kernels)
-    fused = {k.kind for k in cost.kernels if k.kind in device.stack.fused}
+    fused = {k.kind for k in cost.kernels if _one_for_all(stack, k)}
     return len(fused) + sum(
         k.count * _launched(device, k).count
         for k in cost.kernels
-        if k.kind not in fused and k.op not in INSIDE
+        if not _one_for_all(stack, k) and k.op not in INSIDE
     )
+
+
+def _one_for_all(stack: Stack, kernel: Kernel) -> bool:
+    """Return whether a stack runs all kernels of this kind in a step as one; the ones of a plan's fusions are known."""
+    return kernel.kind in stack.fused and kernel.op != FUSION
 
 
 def kernel_seconds(device: Device, kernel: Kernel, *, backward: bool) -> Found:
@@ -141,7 +148,7 @@ def by_kind(device: Device, kernel: Kernel, *, backward: bool) -> float:
     )
     at_best = sum(n * b for b, n in runs.moved) / (device.memory_bandwidth * device.memory_fraction)
     waiting = runs.loads * device.load_s
-    alone = device.stack is None or kernel.kind not in device.stack.fused
+    alone = device.stack is None or not _one_for_all(device.stack, kernel)
     starting = runs.count * device.kernel_s if alone else 0.0
     return max(moving, max(computing, at_best, waiting) + starting)
 

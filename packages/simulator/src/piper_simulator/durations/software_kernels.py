@@ -4,10 +4,12 @@ A plan has a kernel for each operator of the model. Software joins them, or adds
 
     accumulate = "product"   a weight's gradient is added to its sum by the product that makes it (Megatron-LM,
                              --gradient-accumulation-fusion): no kernel of its own adds it. The end of each of its
-                             tiles reads and writes the sum, behind the tile's FLOPs
+                             tiles reads and writes the sum, behind the tile's FLOPs. In a backward that is one
+                             graph, these are the additions that are not of 16 bit
     runs = "fused"           a run of element-wise kernels between other kernels is one kernel. Tensors between
                              them stay in registers, so that it reads and writes as much as the largest of them (of
-                             the ones of 16 bit, if there are any: float32 is for tensors inside). A
+                             the ones of 16 bit, if there are any: float32 is for tensors inside). Kernels of a plan
+                             that Inductor made are not joined any more. A
                              softmax is a kernel with its neighbours before it forward, and behind it backward; dropout
                              beside it is one of its own. The scale of a tensor in float8 ends a run
     joined                   queries, keys and values are one product, and gate and up: their input gradients are one
@@ -35,6 +37,8 @@ _SCALE = "float8_scale"
 FILL, SUM = "fill", "sum of a product"
 INSIDE = frozenset({FILL, SUM})
 """The names of kernels that no launch of their own starts."""
+FUSION = "fusion"
+"""The name of kernels that Inductor made for a plan, each of which is launched."""
 HALF = frozenset({"bfloat16", "float16"})
 
 
@@ -43,12 +47,13 @@ def run_kernels(stack: Stack, kernels: Sequence[Kernel], step: Step) -> Sequence
     if stack.runs == "fused" and step == "R" and all(k.kind == "elementwise" for k in kernels):
         return ()  # made again in the registers of the backward's kernels
     sums: list[Kernel] = []
-    if stack.accumulate == "product" and step == "W":
-        sums = [_sum_of_product(k) for k in kernels if k.op == "add"]
-        kernels = [k for k in kernels if k.op != "add"]
+    if stack.accumulate == "product" and step in ("W", "B"):
+        added = [k.op == "add" and not (step == "B" and k.dtype in HALF) for k in kernels]
+        sums = [_sum_of_product(k) for k, own in zip(kernels, added, strict=True) if own]
+        kernels = [k for k, own in zip(kernels, added, strict=True) if not own]
     if stack.joined and step == "I":
         kernels = list(_residual_adds(kernels))
-    if stack.joined:
+    if stack.joined and step != "B":  # whose neighbours are products of I and W in turn
         kernels = list(_joined_products(kernels, step))
     if stack.loss_bytes or stack.passes:
         counted = (_as_counted(stack, k, step) for k in kernels)
@@ -167,7 +172,7 @@ def _fused(stack: Stack, kernels: Iterable[Kernel]) -> Iterator[Kernel]:
     """Yield the kernels with each run of element-wise ones as one kernel."""
     run: list[Kernel] = []
     for kernel in kernels:
-        joins = kernel.kind == "elementwise" or kernel.kind in stack.fused
+        joins = kernel.op != FUSION and (kernel.kind == "elementwise" or kernel.kind in stack.fused)
         if run and (not joins or _apart(run[-1], kernel)):
             yield from _joined(run)
             run = []
