@@ -98,3 +98,20 @@ def test_results_are_told_from_the_other_tensors_that_experts_keep() -> None:
     parts = [p for instr in role.program for p in instr.parts if isinstance(p.op, Compute)]
     made = {v: p.op.step for p in parts for v in p.writes}
     assert [made[name] for name in left] == ["F", "F"]
+
+
+def test_each_operator_of_a_clamped_gate_is_made_again() -> None:
+    """Of the clamps of gate and other factor and the sigmoid of GPT-OSS's activation no result is kept."""
+    experts = replace(MIXTURE.experts, bias=True, clamp=7.0)
+    sizes = replace(MIXTURE, experts=experts, activation="quick_gelu")
+    plan = piper.compile(
+        models.job(sizes, global_batch=4, precision="float32"), Strategy(piper.Mesh())
+    ).plan
+    stack = replace(CLUSTER.device.stack, shares="results", places="bound")
+    (role,) = plan.roles
+    found = [
+        sum(kept_by(replace(stack, remakes=remakes), plan, role).table.values.nbytes)
+        for remakes in ((), ("sigmoid",), ("sigmoid", "clamp"))
+    ]
+    of_layers = 2 * 4 * 64 * 2 * 48 * 4
+    assert [found[0] - n for n in found[1:]] == [of_layers, 3 * of_layers]

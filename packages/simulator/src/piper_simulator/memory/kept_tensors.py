@@ -9,6 +9,7 @@ inside of a step are counted as in the plan.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from piper_ir.ground.sizes import TensorSpec, bind
@@ -42,7 +43,8 @@ def _sizes(stack: Stack, chunk: Chunk) -> dict[str, int]:
     """Return the size along the first dimension of each port of a chunk that a stack keeps otherwise."""
     results = _results(chunk) if stack.shares == "activation" else ""
     sizes = {results: 0} if results else {}
-    sizes |= {port: 0 for op in stack.remakes for port in _activations(chunk, op, results)}
+    for op in stack.remakes:
+        sizes |= dict.fromkeys(_activations(chunk, op, sizes), 0)
     region = chunk.steps["F"].experts
     if stack.places == "rows" and region is not None:
         rows, places = bind(region.rows, 0), bind(region.places, 0)
@@ -79,10 +81,11 @@ def _results(chunk: Chunk) -> str:
     return ""
 
 
-def _activations(chunk: Chunk, op: str, results: str) -> list[str]:
-    """Return ports of as many bytes as the results of a gate's activation that F keeps, unless R makes these again.
+def _activations(chunk: Chunk, op: str, others: Collection[str]) -> list[str]:
+    """Return ports of as many bytes as the results of a gate's operator that F keeps, unless R makes these again.
 
-    A gate keeps three such tensors for I: the operand of the activation, its result, and the other factor.
+    A gate keeps two such tensors for I beside the results: what its activation takes, and the other factor. `others` are
+    ports that are known as kept otherwise.
     """
     forward, backward = chunk.steps["F"], chunk.steps.get("I")
     if backward is None:
@@ -98,10 +101,11 @@ def _activations(chunk: Chunk, op: str, results: str) -> list[str]:
         alike = [
             port
             for port in forward.writes
-            if port.startswith("saved") and port in backward.reads and port != results
+            if port.startswith("saved") and port in backward.reads
+            if port not in others and port not in left
             if bind(chunk.ports[port].nbytes, 0) == half
         ]
-        left += alike[: kernel.count] if len(alike) >= 3 * kernel.count else []
+        left += alike[: kernel.count] if len(alike) >= kernel.count + 2 else []
     return left
 
 
