@@ -152,3 +152,13 @@ def test_kernels_are_told_apart_by_sizes_and_dtypes() -> None:
         given = drawn(*shape).to(getattr(torch, dtype))
         (out,) = call([given, given])
         assert (out.shape, out.dtype) == (shape, given.dtype)
+
+
+def test_a_fusion_without_inputs_compiles() -> None:
+    source = """def fusion(args):
+    args.clear()
+    total = torch.ops.aten.add.Tensor(torch.ops.aten.full.default([6], 2.0), 1)
+    return (total,)
+"""
+    (out,) = compiled_fusion(source, (), "cpu")([])
+    assert out.tolist() == [3.0] * 6

@@ -88,8 +88,8 @@ _BETWEEN = frozenset({"aten.sum.dim_IntList"})
 
 
 def traced(function: Function, specs: Sequence[Spec], device: torch.device) -> tuple[Any, ...]:
-    """Return the graph of a function in Inductor's ops, and its fake arguments."""
-    with FakeTensorMode(shape_env=ShapeEnv()):
+    """Return the graph of a function in Inductor's ops, its fake arguments, and their mode."""
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
         arguments = [
             torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in specs
         ]
@@ -99,14 +99,14 @@ def traced(function: Function, specs: Sequence[Spec], device: torch.device) -> t
         )(*arguments)
     module.graph.set_codegen(CodeGen())  # Inductor takes plain arguments and a plain tuple
     module.recompile()
-    return module, arguments
+    return module, arguments, mode
 
 
 def compiled(function: Function, specs: Sequence[Spec], device: torch.device) -> Function:
     """Return the compiled form of a function; compiled kernels are kept on disk by Inductor's own cache."""
     _find_vector_instructions()
-    module, arguments = traced(function, specs, device)
-    context = TracingContext(arguments[0].fake_mode)  # without one, Inductor's cache is not asked
+    module, arguments, mode = traced(function, specs, device)
+    context = TracingContext(mode)  # without one, Inductor's cache is not asked
     with inductor_config.patch(SETTINGS), tracing(context):
         result: Any = compile_fx.compile_fx_inner(module, arguments, is_inference=True)
     call: Function = getattr(result, "current_callable", None) or result

@@ -57,7 +57,7 @@ def lowered(source: str, specs: tuple[Spec, ...], device: str) -> FusionForm:
     """
     from piper_ops.inductor._torch_inductor import Launches, traced, written
 
-    module, arguments = traced(loaded(source, torch.device(device)), specs, torch.device(device))
+    module, arguments, _ = traced(loaded(source, torch.device(device)), specs, torch.device(device))
     run = Launches(written(module, arguments), arguments)
     storages = [t.untyped_storage() for t in run.results]
     sole = {id(s) for s in storages}
