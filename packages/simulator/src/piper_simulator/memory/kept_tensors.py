@@ -84,8 +84,8 @@ def _results(chunk: Chunk) -> str:
 def _activations(chunk: Chunk, op: str, others: Collection[str]) -> list[str]:
     """Return ports of as many bytes as the results of a gate's operator that F keeps, unless R makes these again.
 
-    A gate keeps two such tensors for I beside the results: what its activation takes, and the other factor. `others` are
-    ports that are known as kept otherwise.
+    A gate keeps two such tensors for I beside the results: the argument of its activation, and the other factor.
+    `others` are ports that are known as kept otherwise.
     """
     forward, backward = chunk.steps["F"], chunk.steps.get("I")
     if backward is None:
