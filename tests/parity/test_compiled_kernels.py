@@ -27,7 +27,7 @@ from tests.helpers.compositions import Composition
 from tests.helpers.judged import judge
 
 SIZES: dict[str, int] = dict(layers=2, width=32, heads=2, vocab=64, length=32)
-"""Of decoders in bfloat16."""
+"""The sizes of decoders whose gradients in bfloat16 are judged."""
 NEAR = 1.12
 """The error of a Llama is 1.07 to 1.12 of that of torch.compile, which fuses the sums of a layer with the next norm."""
 
@@ -40,7 +40,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def row(k: int) -> Composition:
-    """A row of the cover with compiled kernels."""
+    """Return a row of the cover with compiled kernels."""
     return replace(covers.cover()[k][0], kernels="inductor")
 
 

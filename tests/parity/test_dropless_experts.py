@@ -200,7 +200,7 @@ def test_further_rounds_add_to_what_round_0_made() -> None:
 def test_the_backward_makes_the_rows_again_that_a_device_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of [choices, width] F keeps the experts' results alone; the control is a plan that keeps the rows, too."""
+    """F keeps one tensor [choices, width], the experts' results. The control is a plan that keeps the rows, too."""
 
     def kept(bound: float) -> list[int]:
         made = compiled("uniform", Mesh(ep=2), bound=bound)

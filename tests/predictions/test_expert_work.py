@@ -125,7 +125,7 @@ def test_products_are_those_of_the_rows_of_the_fullest_device(load: float) -> No
 
 @pytest.mark.parametrize("load", [1.0, 2.0])
 def test_software_without_places_sends_and_multiplies_the_rows_there_are(load: float) -> None:
-    """In one round, so that the backward computes none again: places for 1.25 times the mean are in the plan alone."""
+    """Such software needs one round, and its backward computes none again. The plan has places for 1.25 times the mean."""
     plan = compiled("uniform", Mesh(ep=DEVICES)).plan
     usual = load_cluster(f"h100x{DEVICES}@hopper-megatron")
     assert usual.device.stack is not None

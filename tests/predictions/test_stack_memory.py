@@ -51,7 +51,7 @@ MIXTURE = models.DecoderConfig(
 
 @pytest.mark.parametrize("ep", [1, 2])
 def test_a_stack_keeps_the_tensors_of_experts_in_its_own_sizes(ep: int) -> None:
-    """No results of 64 x 2 choices in each row of tokens, and no spare places of what the experts compute."""
+    """Megatron keeps no results of the 64 x 2 choices of a row, and no spare places of the experts' tensors."""
     shared = piper.recipes.expert_parallel(bound=1.5) if ep > 1 else ()
     rows = piper.recipes.data_parallel(over=("dp", "ep"))
     plan = piper.compile(
@@ -101,7 +101,7 @@ def test_results_are_told_from_the_other_tensors_that_experts_keep() -> None:
 
 
 def test_each_operator_of_a_clamped_gate_is_made_again() -> None:
-    """Of the clamps of gate and other factor and the sigmoid of GPT-OSS's activation no result is kept."""
+    """GPT-OSS clamps the gate and the other factor, and takes a sigmoid: a stack can keep none of the three results."""
     experts = replace(MIXTURE.experts, bias=True, clamp=7.0)
     sizes = replace(MIXTURE, experts=experts, activation="quick_gelu")
     plan = piper.compile(

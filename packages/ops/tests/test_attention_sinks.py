@@ -12,12 +12,12 @@ from piper_ops import UnsupportedVariant, attention_with_sinks
 from tests.helpers.cases import each_case
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 3e-2}
-"""Of the norm of a difference over the norm: a few roundings, after which the sums of a sink nearly cancel."""
+"""The largest norm of a difference over the norm, by dtype: some roundings, since the sums of a sink nearly cancel."""
 ROWS, HEADS, DIM = 2, 4, 16
 
 
 def window(tokens: int, width: int) -> Tensor:
-    """Each query reads its own key and the width - 1 before it."""
+    """Return the mask in which each query reads its own key and the width - 1 before it."""
     return torch.ones(tokens, tokens, dtype=torch.bool).tril().triu(1 - width)
 
 
@@ -41,7 +41,7 @@ def with_a_column(
 def judged(
     device: str, dtype: torch.dtype, kv_heads: int, tokens: int, mask: Tensor | None, values: int
 ) -> list[float]:
-    """How far the result and the gradients of q, k, v and sinks are from those of the column in float64."""
+    """Return the relative errors of the result and of the gradients of q, k, v and sinks, beside a column in float64."""
     shapes = [(ROWS, tokens, h, d) for h, d in ((HEADS, DIM), (kv_heads, DIM), (kv_heads, values))]
     drawn = [torch.randn(s, device=device).to(dtype) for s in (*shapes, (HEADS,))]
     tangent = torch.randn(ROWS, tokens, HEADS, values, device=device).to(dtype)

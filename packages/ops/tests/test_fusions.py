@@ -112,7 +112,7 @@ def test_compiled_kernels_are_found_on_disk() -> None:
 
 
 class Compiler:
-    """Keeps on disk what it compiles, which takes a while; `compiled` counts what was not there."""
+    """Stand in for Inductor with its cache on disk; `compiled` counts the compilations."""
 
     def __init__(self, folder: Path) -> None:
         self._made, self.compiled = folder / "made", 0
@@ -144,7 +144,7 @@ def test_of_ranks_that_start_together_one_compiles(
 
 
 def test_kernels_are_told_apart_by_sizes_and_dtypes() -> None:
-    """And by text and device; strides are always those of contiguous tensors, and torch's cache knows the rest."""
+    """Kernels are told apart by text and device, too. Their tensors are contiguous, and torch's cache knows the rest."""
     asked = (((4, 8), "float32"), ((2, 8), "float32"), ((2, 8), "float64"))
     made = [compiled_fusion(GATED, (spec, spec), "cpu") for spec in asked]
     assert made[0] is compiled_fusion(GATED, (asked[0],) * 2, "cpu")

@@ -105,7 +105,7 @@ def pieces_inside(prepared: Prepared, rng: Random, grid: float) -> dict[int, lis
 
 
 def test_steps_repeat_when_all_that_is_under_way_does() -> None:
-    """In plan 1873 all is alike but the number of the message inside of an instruction that is under way."""
+    """Two moments of plan 1873 differ only in which message of a running instruction is on its way: no repetition."""
     sooner = 0
     for seed in (*range(40), 1873):
         plan, durations = random_plan(seed, most_roles=5, most=25)

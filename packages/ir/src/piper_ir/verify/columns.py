@@ -58,7 +58,7 @@ class FieldUses:
 
     @cached_property
     def _listed(self) -> tuple[list[int], list[int]]:
-        """Return the values, and where those of each row start, as lists, which are quicker one by one."""
+        """Return the values, and the start of each row among them, as lists, which are quicker to read one by one."""
         return self.values.tolist(), self._starts.tolist()
 
     def of(self, row: int) -> list[int]:
