@@ -28,9 +28,11 @@ class HeldBeside:
         self.always = 0 if stack is None else self._buffers(stack)
         self._captured = _captured_peak(plan, role) if plan.cuda_graph else 0
         kept = kept_by(stack, plan, role)
-        of_plan, own = (RoleMemory(plan, r).moments() for r in (role, kept))
-        both = () if kept is role else zip(of_plan, own, strict=True)
-        self._otherwise = {instr: less - more for (instr, more), (_, less) in both}
+        self._otherwise: dict[int, int] = {}
+        if kept is not role:
+            of_plan, own = (RoleMemory(plan, one).moments() for one in (role, kept))
+            both = zip(of_plan, own, strict=True)
+            self._otherwise = {instr: here - there for (instr, there), (_, here) in both}
 
     def _buffers(self, stack: Stack) -> int:
         """Return the bytes of the buffers that live through the step."""
