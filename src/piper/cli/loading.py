@@ -228,7 +228,8 @@ def _run(path: Path) -> ModuleType:
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent.resolve()))
     try:
-        importlib.util.decode_source(source)  # a SyntaxError; compile has other ones for null bytes
+        # Bytes that are no text raise SyntaxError here; compile raises ValueError for null bytes in Python 3.11.2.
+        importlib.util.decode_source(source)
         spec.loader.exec_module(module)
     except PiperError:
         raise
