@@ -32,18 +32,21 @@ def cases(checkout: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def devices(arguments: dict[str, Any]) -> int:
-    """Return devices on which a job can run: eight, as many as one replica and its experts need, or as its rows feed.
+    """Return devices on which a job can run: eight, as many as one replica or its experts need, or as its rows feed.
 
-    The files do not say their number, which stands in the recipes beside them.
+    The files do not say their number, which stands in the recipes beside them. Experts share the devices of a stage with
+    the replicas of all other layers.
     """
-    names = ("tensor-model", "pipeline-model", "context")
-    model = 1
-    for name in names:
-        model *= int(arguments.get(f"--{name}-parallel-size", 1))
+
+    def degree(name: str, default: int = 1) -> int:
+        return int(arguments.get(f"--{name}-parallel-size", default))
+
+    stages, cut = degree("pipeline-model"), degree("tensor-model")
+    model = stages * cut * degree("context")
+    experts = stages * degree("expert-model") * degree("expert-tensor", cut)
     rows = int(arguments.get("--micro-batch-size", 1))
     replicas = int(arguments.get("--global-batch-size", 8 * rows)) // rows
-    most = max(8, model * int(arguments.get("--expert-model-parallel-size", 1)))
-    return min(most, model * replicas)
+    return min(max(8, model, experts), model * replicas)
 
 
 def _reason(line: str) -> str:

@@ -1,10 +1,11 @@
-"""Predict the steps of Megatron-LM's functional tests on H100, and compare them with the steps that are stored beside them.
+"""Predict steps and memory of Megatron-LM's functional tests on H100, and compare them with the values stored beside them.
 
 python -m tests.interop.megatron_steps CHECKOUT [WORD ...]
 
 With words the jobs count whose folders have one of them in their path. Most are small models, whose steps wait for the host
-that starts kernels: they say what one kernel of a plan costs it (`launch_s` of the stacks of Megatron). Jobs of release tests
-are left out, since nothing says on how many devices they ran.
+that starts kernels: they say what one kernel of a plan costs it (`launch_s` of the stacks of Megatron). The stored memory is the
+most that torch allocated on the last rank, which writes the log. Jobs of release tests are left out, since nothing says on
+how many devices they ran.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from math import isnan
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import isnan, nan
 from pathlib import Path
+from typing import Any
 
 import piper
 from piper.cli.loading import load_file
@@ -29,32 +32,50 @@ FEWEST = 3
 STACKS = {True: "hopper-megatron-deterministic", False: "hopper-megatron"}
 
 
-def measured(case: Path) -> float | None:
-    """Return the median seconds of the later steps of a job; None without enough of them."""
+@dataclass(frozen=True)
+class Measured:
+    """Hold the values of a job: seconds of a step, and the most bytes that are allocated on the last rank, NaN if unknown."""
+
+    seconds: float
+    allocated: float
+
+
+def _values(golden: Mapping[str, Any], name: str) -> list[float]:
+    """Return the values of the steps that have one."""
+    of_steps = golden.get(name, {}).get("values", {})
+    return [v for value in of_steps.values() if not isnan(v := float(value))]
+
+
+def measured(case: Path) -> Measured | None:
+    """Return the median seconds of the later steps of a job, and its memory; None without enough steps."""
     file = case.parent / GOLDEN
-    if not file.exists():
+    golden = json.loads(file.read_text()) if file.exists() else {}
+    steps = _values(golden, "iteration-time")
+    if len(steps) < FEWEST:
         return None
-    values = json.loads(file.read_text()).get("iteration-time", {}).get("values", {})
-    steps = [s for value in values.values() if not isnan(s := float(value))]
-    return statistics.median(steps[len(steps) // 2 :]) if len(steps) >= FEWEST else None
+    allocated = max(_values(golden, "mem-max-allocated-bytes"), default=nan)
+    return Measured(statistics.median(steps[len(steps) // 2 :]), allocated)
 
 
-def predicted(imported: Imported, cluster: str) -> float:
-    """Return the seconds of a step of an imported job; raise PiperError if it cannot be planned."""
+def predicted(imported: Imported, cluster: str) -> Measured:
+    """Return the same values of an imported job, predicted; raise PiperError if it cannot be planned."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "job.py"
         file.write_text(python(imported.described, "A job"), encoding="utf-8")
         written = load_file(file)
-    return piper.simulate(piper.compile(written.job, written.strategy).plan, cluster).period_s
+    simulation = piper.simulate(piper.compile(written.job, written.strategy).plan, cluster)
+    return Measured(simulation.period_s, simulation.held_bytes[-1])
 
 
-def ratios(checkout: Path, words: Sequence[str]) -> Iterator[tuple[str, float, float | PiperError]]:
-    """Yield name, measured seconds, and predicted ones or the reason why there are none."""
+def jobs(
+    checkout: Path, words: Sequence[str]
+) -> Iterator[tuple[str, Measured, Measured | PiperError]]:
+    """Yield name, measured values, and predicted ones or the reason why there are none."""
     for case, arguments in cases(checkout):
         if "release" in str(case.parent) or not any(word in str(case) for word in words or [""]):
             continue
-        seconds, number = measured(case), devices(arguments)
-        if seconds is None:
+        known, number = measured(case), devices(arguments)
+        if known is None:
             continue
         imported = attempt(case, number, ())
         if not isinstance(imported, Imported):
@@ -62,22 +83,32 @@ def ratios(checkout: Path, words: Sequence[str]) -> Iterator[tuple[str, float, f
         stack = STACKS["--deterministic-mode" in arguments]
         nodes = f"8*{number // 8}" if number > 8 else str(number)
         try:
-            yield case.parent.name, seconds, predicted(imported, f"h100x{nodes}@{stack}")
+            yield case.parent.name, known, predicted(imported, f"h100x{nodes}@{stack}")
         except PiperError as error:
-            yield case.parent.name, seconds, error
+            yield case.parent.name, known, error
+
+
+def spread(quotients: Sequence[float]) -> str:
+    """Return the median of numbers, and the middle half of them."""
+    low, middle, high = statistics.quantiles(quotients, n=4)
+    return f"median x {middle:.2f}, half of them x {low:.2f} to {high:.2f}"
 
 
 def main(checkout: Path, words: Sequence[str]) -> None:
-    """Print a line for each job, and how the quotients of predicted and measured steps are spread."""
-    found = []
-    for name, seconds, step in ratios(checkout, words):
-        if isinstance(step, PiperError):
-            print(f"{name}: {str(step).splitlines()[0][:150]}", flush=True)
+    """Print a line for each job, and how the quotients of predicted and measured values are spread."""
+    steps, memory = [], []
+    for name, known, here in jobs(checkout, words):
+        if isinstance(here, PiperError):
+            print(f"{name}: {str(here).splitlines()[0][:150]}", flush=True)
             continue
-        found.append(step / seconds)
-        print(f"{name}: measured {seconds:.4f} s, predicted x {step / seconds:.2f}", flush=True)
-    low, middle, high = statistics.quantiles(found, n=4)
-    print(f"{len(found)} jobs: median x {middle:.2f}, half of them x {low:.2f} to {high:.2f}")
+        steps.append(here.seconds / known.seconds)
+        line = f"{name}: measured {known.seconds:.4f} s, predicted x {steps[-1]:.2f}"
+        if not isnan(known.allocated):
+            memory.append(here.allocated / known.allocated)
+            line += f"; {known.allocated / 2**30:.2f} GiB, x {memory[-1]:.2f}"
+        print(line, flush=True)
+    print(f"steps of {len(steps)} jobs: {spread(steps)}")
+    print(f"allocated memory of {len(memory)} jobs: {spread(memory)}")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ def strategy(trial: object) -> Strategy:
 def test_a_plan_that_fits_but_for_the_buffers_of_its_software_does_not_fit(job: piper.Job) -> None:
     plan = piper.compile(job, strategy(None)).plan
     assert CLUSTER.device.stack is not None and CLUSTER.device.stack.holds
-    bare = CLUSTER.each_device(lambda d: replace(d, stack=replace(d.stack, holds=(), loss_keeps=0)))
+    none = {"holds": (), "workspaces": 0, "loss_keeps": 0}
+    bare = CLUSTER.each_device(lambda d: replace(d, stack=replace(d.stack, **none)))
     needs, tensors = (max(piper.simulate(plan, c).device_bytes) for c in (CLUSTER, bare))
     assert tensors < needs
     short = CLUSTER.each_device(lambda d: replace(d, memory_bytes=needs - 1))
@@ -42,6 +43,24 @@ def test_a_plan_that_fits_but_for_the_buffers_of_its_software_does_not_fit(job: 
     assert study.best_row is not None and study.best_row.device_bytes == needs
     with pytest.raises(NothingFoundError, match="1 B more than the limit"):
         piper.tune(job, strategy, cluster=short, trials=1, workers=0)
+
+
+def test_a_stack_holds_float32_logits_in_place_of_a_slice_and_workspaces() -> None:
+    """The peak is at the loss of 512 tokens and 4,096 classes, fewer logits than a slice of the plan's kernel has."""
+    sizes = replace(SIZES, layers=1, vocab=4096)
+    plan = piper.compile(models.job(sizes, global_batch=8), Strategy(piper.Mesh(), ())).plan
+    logits = 8 * 64 * 4096
+
+    def held(**facts: Any) -> int:
+        """Return the most bytes that are held under a stack with these facts."""
+        none = {"holds": (), "workspaces": 0, "loss_keeps": 0, "remakes": ()}
+        cluster = CLUSTER.each_device(
+            lambda d: replace(d, stack=replace(d.stack, **(none | facts)))
+        )
+        return max(piper.simulate(plan, cluster).held_bytes)
+
+    assert held(workspaces=100) == held() + 100
+    assert held(loss_keeps=6) == held() + (6 - 4) * logits
 
 
 MIXTURE = models.DecoderConfig(
@@ -63,7 +82,8 @@ def test_a_stack_keeps_the_tensors_of_experts_in_its_own_sizes(ep: int) -> None:
 
     def kept(**facts: Any) -> tuple[int, int]:
         """Return the bytes of all values, and the most that are held, of a device under a stack."""
-        stack = replace(CLUSTER.device.stack, holds=(), loss_keeps=0, **{"remakes": (), **facts})
+        none = {"holds": (), "workspaces": 0, "loss_keeps": 0, "remakes": ()}
+        stack = replace(CLUSTER.device.stack, **(none | facts))
         cluster = load_cluster(f"h100x{ep}").each_device(lambda d: replace(d, stack=stack))
         values = kept_by(stack, plan, role).table.values.nbytes
         return sum(values), max(piper.simulate(plan, cluster).held_bytes)

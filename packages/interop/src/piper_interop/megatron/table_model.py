@@ -326,7 +326,7 @@ MODEL: OptionTable = {
     "use-cpu-initialization": Ignored("it makes the first weights"),
     "calculate-per-token-loss": Ignored("the loss is divided by another number"),
     "cross-entropy-loss-fusion": Nearest(
-        "the loss as torch computes it, of logits in float32", f"{SLOW}, {MORE} at the last stage"
+        "the loss as torch computes it, of logits in float32", f"{SLOW}, {LESS} at the last stage"
     ),
     "cross-entropy-fusion-impl": Ignored("a part of --cross-entropy-loss-fusion"),
     "output-logit-dtype": Nearest("logits as torch computes them", "as fast within a cast"),

@@ -359,7 +359,9 @@ STRATEGY: OptionTable = {
         Nearest("shared experts before the exchange", SLOW, when=lambda f: not beside(f)),
         Mapped("expert_parallel(beside=True)"),
     ),
-    "defer-embedding-wgrad-compute": Nearest("the head's gradients computed at once", SLOW),
+    "defer-embedding-wgrad-compute": Nearest(
+        "the head's gradients computed at once", f"{SLOW}, {LESS} at the last stage"
+    ),
     "wgrad-deferral-limit": Ignored("a part of --defer-embedding-wgrad-compute"),
     "moe-token-dispatcher-type": Nearest(
         "an all-to-all",

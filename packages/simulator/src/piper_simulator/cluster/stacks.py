@@ -87,6 +87,7 @@ class Stack:
         holds: buffers that the software holds beside the plan's: "layer gradients" (of the weights of one layer, in
             16 bit), "head gradient" (float32), "scores" (of the attention of one layer, the addend of
             its product).
+        workspaces: bytes that its libraries of matrix products hold at all times.
         reserved: bytes that its allocator reserves, over the allocated ones; 0 as the device's file says.
         seen: half of the width of the interval in which 80 % of the published runs of this stack fall, as a share.
         constants: the constants by name.
@@ -122,6 +123,7 @@ class Stack:
     gradients: Literal["beside", "behind"] = "beside"
     messages: str = ""
     holds: tuple[Annotated[str, one_of(*HELD)], ...] = ()
+    workspaces: NotNegative = 0.0
     reserved: NotNegative = 0.0
     seen: NotNegative = 0.0
     constants: Mapping[str, StackConstant] = field(default_factory=dict)

@@ -1,9 +1,9 @@
 """Count the memory that is held beside a plan's tensors: a software stack's buffers, and the pool of a CUDA graph.
 
-The stack says which buffers it has (`Stack.holds`, `Stack.loss_keeps`), and which tensors it keeps in another size than
-the plan (`kept_tensors`), so that the bytes beside can be negative. The tensors of a CUDA graph are in a pool of its
-own, as large as the peak of its instructions, which end before the update (`piper_runtime.engine.cuda_graphs`). So
-temporaries of the update come on top of that peak.
+The stack says which buffers it has (`Stack.holds`, `Stack.workspaces`, `Stack.loss_keeps`), and which tensors it
+keeps in another size than the plan (`kept_tensors`), so that the bytes beside can be negative. The tensors of a CUDA
+graph are in a pool of its own, as large as the peak of its instructions, which end before the update
+(`piper_runtime.engine.cuda_graphs`). So temporaries of the update come on top of that peak.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from piper_ir.fold.memory import RoleMemory, Usage
-from piper_ir.ground.sizes import bind
+from piper_ir.ground.sizes import ITEM_BYTES, bind
 from piper_ir.plan.instr_table import PartTemplate
 from piper_ir.plan.plan import Plan, RolePlan
 from piper_ir.program.ops import Compute, Update
 from piper_simulator.cluster.stacks import Stack
+from piper_simulator.durations.eager_launches import SLICE
 from piper_simulator.memory.kept_tensors import kept_by
 
 
@@ -37,7 +38,7 @@ class HeldBeside:
     def _buffers(self, stack: Stack) -> int:
         """Return the bytes of the buffers that live through the step."""
         if not stack.holds:
-            return 0
+            return round(stack.workspaces)
         own = {op.variant for op in self._role.table.ops if isinstance(op, Compute)}
         chunks = [c for c in (*self._plan.chunks, *self._plan.variants) if c.variant in own]
         scores = [
@@ -63,7 +64,7 @@ class HeldBeside:
             "head gradient": 4 * head,
             "scores": max(scores, default=0),
         }
-        return sum(sizes[name] for name in stack.holds)
+        return round(stack.workspaces) + sum(sizes[name] for name in stack.holds)
 
     def at(self, instr: int, nbytes: int) -> int:
         """Return the bytes beside a moment of the role: an instruction, -1 for the start, and the bytes held there."""
@@ -87,7 +88,10 @@ class HeldBeside:
         return max(0, self._captured - (nbytes - sum(op.workspace for op in updates)))
 
     def _logits(self, op: Compute) -> int:
-        """Return the bytes that the stack holds beside the loss of a step; 0 for one without a loss."""
+        """Return the bytes that the stack holds beside the loss of a step; 0 for one without a loss.
+
+        Its loss does not work in slices, of which the plan holds one in float32.
+        """
         assert self._stack is not None
         if op not in self._at_loss:
             kernels = [
@@ -96,7 +100,8 @@ class HeldBeside:
                 if k.kind == "loss" and len(k.dims) == 2
             ]
             logits = max((bind(k.dims[0], 0) * bind(k.dims[1], 0) for k in kernels), default=0)
-            self._at_loss[op] = round(logits * self._stack.loss_keeps)
+            slice_bytes = ITEM_BYTES["float32"] * min(logits, SLICE)
+            self._at_loss[op] = round(logits * self._stack.loss_keeps) - slice_bytes
         return self._at_loss[op]
 
 
@@ -122,7 +127,9 @@ def fullest_moment(plan: Plan, role: RolePlan, beside: HeldBeside) -> tuple[Usag
 
 def software_buffers(plan: Plan, role: RolePlan, stack: Stack | None) -> int:
     """Return the bytes that a stack adds to the peak of a role, at the role's fullest moment under that stack."""
-    other = stack is not None and (stack.holds or stack.loss_keeps or stack.keeps_otherwise)
+    other = stack is not None and (
+        stack.holds or stack.workspaces or stack.loss_keeps or stack.keeps_otherwise
+    )
     if not other and not plan.cuda_graph:
         return 0
     return fullest_moment(plan, role, HeldBeside(plan, role, stack))[1]
