@@ -34,7 +34,7 @@ from piper_ir.plan.plan import Plan
 from piper_ir.program.costs import Costs
 from piper_ir.program.ops import KernelSource
 from piper_ir.program.program import Program
-from piper_ir.tools import Brief
+from piper_ir.tools import Brief, no_garbage_collection
 
 if TYPE_CHECKING:
     from piper_capture import Advancing, Captured, CodeStore, Layers
@@ -122,6 +122,7 @@ class Compiled(Brief):
 
 
 @checked_call(CompileError)
+@no_garbage_collection()  # until the draft, larger than the plan, is gone
 def compile(
     source: Job | Program,
     strategy: Strategy,

@@ -112,18 +112,30 @@ def prepare(plan: Plan) -> Prepared:
     Raises PlanError for an end of a channel without its other end, for a wait that names no instruction, and for a
     deadlock (with the cycle of waits).
     """
-    return prepare_orders([_issue_order(role) for role in plan.roles], plan.channels)
+    orders = [_issue_order(role) for role in plan.roles]
+    if any(
+        role.table.astray for role in plan.roles
+    ):  # to no instruction, which is an error if it is waited for
+        return prepare_orders(orders, plan.channels)
+    bare = grouped(orders, plan.channels)
+    waits: list[tuple[int, ...]] = []
+    for role, first in zip(plan.roles, bare.offsets):
+        waits += [tuple([first + j for j in own]) if own else () for own in role.table.waits]
+    return with_waits(bare, tuple(waits), orders)
 
 
 def _issue_order(role: RolePlan) -> IssueOrder:
     program, table = role.program, role.table
-    places = table.places
+    waits: list[Waits] = []
+    if table.astray:
+        places = table.places
+        waits = [tuple([places[j] for j in own]) for own in table.waits]
     return IssueOrder(
         role.role,
         table.streams,
         table.channels,
         lambda k: f"{program[k].name} ({op_name(program[k].parts[0].op)})",
-        [tuple([places[j] for j in waits]) if waits else () for waits in table.waits],
+        waits,
     )
 
 

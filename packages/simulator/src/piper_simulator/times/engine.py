@@ -72,12 +72,16 @@ def step_and_period(work: StepWork) -> tuple[Times, float]:
     host = host_seconds(prepared, work.issue)
     if not prepared.streams:
         return alone, 0.0
-    assert engine.branch is not None, "some stream has ended"
+    branch = engine.branch
+    assert branch is not None, "some stream has ended"
     for steps in PERIOD_STEPS:
         ends = _StepEnds(len(prepared.streams), steps, host)
-        engine.branch.copied().follow(steps, ends)
+        branch.copied().follow(steps, ends)
         if ends.period_s is not None:
-            return alone, ends.period_s
+            break
+    branch.drop()
+    if ends.period_s is not None:
+        return alone, ends.period_s
     enough = len(ends.counted) > steps // 2
     return alone, later_half(ends.counted if enough else ends.rows, host)
 
@@ -393,6 +397,9 @@ class _Engine:
 
     def drop(self) -> None:
         """Drop the objects that refer to each other, so that they are gone without the garbage collector."""
+        for stream in self.streams:  # which wait for each other
+            del stream.part, stream.times
+        del self.work
         self.streams, self.counters, self.shared = [], [], None
         self.clock.drop()
 

@@ -116,7 +116,7 @@ class _Role:
         self.policy = {b: alone for b in adder.graph.buckets} | policies_of(adder.graph)
         self.starts: list[float] | None = None
         self.ending = _ending(self.ops)
-        self.nodes: dict[tuple[MakeNodes, str, int], list[Node]] = {}  # by bucket and first user
+        self.nodes: dict[tuple[str, str, int], list[Node]] = {}  # by kind, bucket and first user
         self.kinds = {
             b.id: [FROM_HOST] * b.away + ["gather"] * bool(b.shard.params) for b in buckets
         }
@@ -167,7 +167,7 @@ class _Role:
         deps = self.adder.deps
         if mb < 0:
             return make(self.adder.graph.buckets[bucket], first, deps.name(first))
-        key = make, bucket, deps.of[first]
+        key = make.__name__, bucket, deps.of[first]  # a method would hold this object in a cycle
         nodes = self.nodes.get(key)
         if nodes is None:
             known = self.adder.graph.buckets[bucket]
