@@ -65,9 +65,9 @@ def scan(plan: Plan, role: RolePlan) -> Iterator[Usage]:
     yield from RoleMemory(plan, role).curve()
 
 
-def peak(plan: Plan, role: RolePlan) -> Usage:
+def peak(plan: Plan, role: RolePlan, uses: PartUses | None = None) -> Usage:
     """Return the first fullest moment of a role; one that computes nothing holds its initial bytes."""
-    return RoleMemory(plan, role).peak()
+    return RoleMemory(plan, role, uses).peak()
 
 
 def host_peak(role: RolePlan) -> int:

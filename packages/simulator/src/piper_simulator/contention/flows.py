@@ -247,7 +247,11 @@ def _first_nodes(plan: Plan, equal: Collection[AxisPart], per_node: int) -> froz
 
 def first_ops(plan: Plan) -> list[Op]:
     """Return the op of the first part of each instruction."""
-    return [role.table.templates[k].parts[0].op for role in plan.roles for k in role.table.used]
+    ops: list[Op] = []
+    for table in (role.table for role in plan.roles):
+        of_template = {k: table.templates[k].parts[0].op for k in set(table.used)}
+        ops += map(of_template.__getitem__, table.used)
+    return ops
 
 
 def _uses(plan: Plan) -> list[tuple[Channel, str]]:
