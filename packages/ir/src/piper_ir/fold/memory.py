@@ -240,18 +240,18 @@ class RoleMemory:
         more = 0
         live: dict[Category, int] = {}
         fullest: BytesByCategory = {}
-        size, category = self.size, self.category
+        size, kinds, count = self.sizes, self.kinds, self.count
         for part in parts:
-            sizes = {v: size(v) for v in (*part.reads, *part.writes)}
+            sizes = {v: size[v // count] for v in (*part.reads, *part.writes)}
             use = self.uses.of(part, sizes)
             for v in part.writes:
-                owner = category(v)
+                owner = kinds[v // count][1]
                 live[owner] = live.get(owner, 0) + sizes[v]
                 more += sizes[v]
             if most is None or more + use.beside > most:
                 most, fullest = more + use.beside, self._at_fullest(live, use)
             for v in part.frees:
-                owner, nbytes = category(v), size(v)
+                owner, nbytes = kinds[v // count][1], size[v // count]
                 live[owner] = live.get(owner, 0) - nbytes
                 more -= nbytes
         return Effect(most or 0, fullest, more, live)

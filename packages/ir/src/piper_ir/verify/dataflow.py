@@ -43,7 +43,7 @@ Term = tuple[str, str]
 Atom = tuple[Term, int]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # a frozen one takes four times as long to make
 class _Sum:
     """Hold a sum as a tree of terms, opened on demand, since running sums would otherwise take quadratic space.
 
@@ -54,7 +54,7 @@ class _Sum:
     over: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Meeting:
     """Hold the result of one collective, block by block over its members; only a collective can join it.
 
@@ -77,7 +77,7 @@ class _Meeting:
         return self.kind == "all_to_all" and self.channel.purpose == "expert"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Blocks:
     """Hold the blocks that one meeting left on one role."""
 
