@@ -218,11 +218,10 @@ class _Dataflow:
         """Follow the values of a meeting on a channel: of a send and its receive, or of a collective."""
         op, columns = self._op(rows[0]), self._columns
         if isinstance(op, Collective):
-            names = [self._roles[row] for row in rows]
-            reads = [self._origin(columns.reads.of(row)[0]) for row in rows]
-            found = self._collected(op, dict(zip(names, reads, strict=True)))
-            for name, row in zip(names, rows, strict=True):
-                self._origins[columns.writes.of(row)[0]] = found[name]
+            reads = {self._roles[row]: self._origin(columns.reads.of(row)[0]) for row in rows}
+            found = self._collected(op, reads)
+            for row in rows:
+                self._origins[columns.writes.of(row)[0]] = found[self._roles[row]]
             return
         source = next(v for row in rows for v in columns.reads.of(row))
         values = [v for row in rows for v in columns.writes.of(row)]
@@ -286,7 +285,9 @@ class _Dataflow:
             [asked.only for asked in each] or [None] * len(p.reads)
             for each, p in zip(asks, columns.parts, strict=True)
         ]
-        for row in self._atoms.unlike(only).tolist():
+        asking = flags([bool(each) for each in asks])[columns.row_part]
+        unlike = self._atoms.unlike(only)
+        for row in unlike[asking[unlike]].tolist():
             for value, asked in zip(
                 columns.reads.of(row), asks[columns.row_part[row]], strict=False
             ):

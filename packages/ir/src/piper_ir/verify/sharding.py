@@ -9,7 +9,7 @@ import numpy as np
 
 from piper_ir.plan.instr_table import PartTemplate
 from piper_ir.plan.plan import Bucket, Channel, Plan
-from piper_ir.program.collectives import law_of
+from piper_ir.program.collectives import FROM_HOST, law_of
 from piper_ir.program.ops import Cast, Collective, Compute, Fold, Fresh, Op
 from piper_ir.verify.columns import HappensBefore, Ints, flags
 from piper_ir.verify.rules import Findings
@@ -84,11 +84,12 @@ def check_sharded_use(findings: Findings, orders: dict[str, HappensBefore]) -> N
         _SharedValues(findings, number, orders[role.role], asked).check()
 
 
-def _gathers(part: PartTemplate) -> bool:
-    """Return whether a part gathers a bucket's parameters from states."""
+def _gathers(part: PartTemplate) -> str:
+    """Return the bucket whose parameters a part gathers from states alone; "" for none."""
     op = part.op
-    kept = isinstance(op, Collective) and op.bucket and op.kind != "from_host"
-    return bool(kept) and not part.reads and len(part.writes) == 1
+    if not isinstance(op, Collective) or op.kind == FROM_HOST or part.reads:
+        return ""
+    return op.bucket if len(part.writes) == 1 else ""
 
 
 class _Asked:
@@ -155,16 +156,11 @@ class _SharedValues:
 
     def check(self) -> None:
         """Add the violations of the role."""
-        parts = self.columns.parts
         rows, which = self._rows(_gathers)
-        buckets = {n: bucket for n in set(which.tolist()) if (bucket := parts[n].op.bucket)}
-        self.gathered.update(
-            zip(
-                self.columns.writes.first_of(rows).tolist(),
-                map(buckets.__getitem__, which.tolist()),
-                strict=True,
-            )
-        )
+        parts: list[int] = which.tolist()
+        values: list[int] = self.columns.writes.first_of(rows).tolist()
+        buckets = {n: _gathers(self.columns.parts[n]) for n in set(parts)}
+        self.gathered.update(zip(values, map(buckets.__getitem__, parts), strict=True))
         for index, part, row in self._each(
             lambda p: isinstance(p.op, Collective | Fresh | Cast) and not _gathers(p)
         ):
@@ -178,14 +174,14 @@ class _SharedValues:
         for value, buffer in self.buffers.items():
             self._check_buffer(value, buffer)
 
-    def _rows(self, fact: Callable[[PartTemplate], bool]) -> tuple[Ints, Ints]:
+    def _rows(self, fact: Callable[[PartTemplate], object]) -> tuple[Ints, Ints]:
         """Return the rows of the parts of the role with a fact, in program order, and the numbers of the parts."""
         columns, start = self.columns, self.columns.starts[self.number]
         end = columns.starts[self.number + 1]
         known = columns.row_part[columns.first_row[start] : columns.first_row[end]]
         with_it = [False] * len(columns.parts)
         for n in np.unique(known).tolist():
-            with_it[n] = fact(columns.parts[n])
+            with_it[n] = bool(fact(columns.parts[n]))
         rows = flags(with_it)[known].nonzero()[0] + columns.first_row[start]
         return rows, columns.row_part[rows]
 
@@ -317,7 +313,7 @@ class _SharedValues:
             problem = f"{value} is reduced {times} times; {expected} is expected"
         elif len(buffer.folds) != 1:
             problem = f"the sum of {value} is folded {len(buffer.folds)} times; once is expected"
-        elif late := [i for i in buffer.adds if not self.order.precedes(i, buffer.scatters[0])]:
+        elif late := self.order.late(buffer.adds, buffer.scatters[0]):
             problem, index = (
                 f"it adds to {value}, which instruction {buffer.scatters[0]} reduces without waiting for it",
                 late[0],
