@@ -1,6 +1,8 @@
 """The event engine equals the timing sweep, on random plans with ties, latency, host and steps; they share the DAG
 only. Under contention it equals the engine of SimPy's events to the bit."""
 
+import gc
+import weakref
 from dataclasses import replace
 from random import Random
 from unittest.mock import patch
@@ -121,6 +123,21 @@ def test_steps_repeat_when_all_that_is_under_way_does() -> None:
         assert found == pytest.approx(period, rel=1e-7)
         sooner += found != period
     assert sooner > 2  # in most others it is equal to the bit
+
+
+def test_the_work_of_a_step_is_gone_with_its_engines() -> None:
+    """Without the garbage collector: streams that wait for each other hold no work."""
+    plan, durations = random_plan(3, most_roles=5, most=25)
+    prepared = prepare(plan)
+    work = StepWork(prepared, durations, flows=random_demands(prepared, durations, Random(3)))
+    gone = weakref.ref(work)
+    gc.disable()
+    try:
+        engine.step_and_period(work)
+        del work
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @given(

@@ -78,15 +78,14 @@ def parts_of_equal_nodes(plan: Plan, cluster: Cluster) -> tuple[AxisPart, ...]:
 def axes_of_equal_ranks(plan: Plan, cluster: Cluster) -> frozenset[str]:
     """Return axes along which all ranks do the same, on links that are alike.
 
-    A step along one takes each node to another, or its ranks to other places of the same node, whose rails move alike.
+    A step along one takes each node to another, or its ranks to other places of the same node. Ranks that meet are then
+    as far apart as before, so that they are on different rails, or on one, as before.
     """
-    whole = {axis for axis, _, _ in parts_of_equal_nodes(plan, cluster)}
-    own_rails = cluster.network.rails in (1, cluster.per_node)
+    filling = {axis for axis, _, _ in parts_of_equal_nodes(plan, cluster)}
     return frozenset(
         axis
         for axis, (stride, size) in _free_strides(plan, cluster).items()
-        if stride % cluster.per_node == 0
-        or (own_rails and (axis in whole or cluster.per_node % (stride * size) == 0))
+        if axis in filling or cluster.per_node % (stride * size) == 0
     )
 
 
