@@ -232,6 +232,23 @@ def replicas(dp: int, *, on: Cluster = FLAT, nbytes: int = 0) -> Plan:
     return computed(build.plan())
 
 
+@each_case(
+    "dp, tp, per_node, parts",
+    [
+        (16, 1, 8, (("dp", 8, 2),)),
+        (4, 2, 2, (("dp", 2, 4),)),
+        (4, 3, 4, ()),  # nodes begin at other places of the groups of three
+        (4, 3, 2, ()),
+    ],
+)
+def test_an_axis_that_fills_nodes_has_equal_nodes(
+    dp: int, tp: int, per_node: int, parts: tuple[object, ...]
+) -> None:
+    plan, cluster = replicas(1), changed(FLAT, per_node=per_node, nodes=2 * dp * tp // per_node)
+    on = on_mesh(plan, Mesh(pp=2, dp=dp, tp=tp), {c.id: c for c in plan.channels})
+    assert parts_of_equal_nodes(on, cluster) == parts
+
+
 def starts(s: Simulation, name: str) -> list[float]:
     return [x.start for x in s.trace.spans if x.name == name]
 

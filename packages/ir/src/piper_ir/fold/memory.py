@@ -129,10 +129,7 @@ class RoleMemory:
         self.role, self.uses, self.table = role, uses or PartUses(plan), role.table
         values = self.table.values
         self.count, self.kinds = values.count, values.kinds
-        self.sizes = [
-            0 if category == HOST else nbytes
-            for nbytes, (_, category) in zip(values.nbytes, values.kinds, strict=True)
-        ]
+        self.sizes = values.device_nbytes
         self.effects = [
             self.effect(t.parts) if t.stream == COMPUTE else None for t in self.table.templates
         ]
