@@ -236,7 +236,7 @@ def replicas(dp: int, *, on: Cluster = FLAT, nbytes: int = 0) -> Plan:
     "dp, tp, per_node, parts",
     [
         (16, 1, 8, (("dp", 8, 2),)),
-        (4, 2, 2, (("dp", 2, 4),)),
+        (4, 2, 2, (("tp", 2, 1), ("dp", 2, 4))),
         (4, 3, 4, ()),  # nodes begin at other places of the groups of three
         (4, 3, 2, ()),
     ],
