@@ -12,8 +12,11 @@ from packages.ir.tests.plans_for_tests import SCALAR, good_plan
 from piper_ir.ground.mesh import Mesh
 from piper_ir.plan.plan import COMPUTE, Channel, Instr, Part, Plan, RolePlan, Value
 from piper_ir.program.ops import Add, Collective, Recv, Send
+from piper_ir.verify.columns import PlanColumns
 from piper_ir.verify.rules import Findings, Violation
-from piper_ir.verify.run import Events, meetings, run
+from piper_ir.verify.run import Events, _conditions, _edges, meetings, run
+from tests.helpers.cases import each_case
+from tests.helpers.random_plans import random_plan
 
 ROLES = ("a", "b", "c")
 STREAMS = (COMPUTE, "s0", "s1", "s2")
@@ -160,3 +163,15 @@ def test_the_abstract_run_hangs_when_the_literal_run_does() -> None:
 
 def test_the_literal_run_of_the_good_plan_ends() -> None:
     assert _runs(good_plan(), serial=False) and _runs(good_plan(), serial=True)
+
+
+@each_case("serial", [True, False])
+def test_the_run_has_the_conditions_that_name_a_cycle(serial: bool) -> None:
+    """Compare the columns that a run goes by with the conditions that messages name, on random plans."""
+    for seed in range(20):
+        plan, _ = random_plan(seed)
+        columns = PlanColumns(plan)
+        events = Events(columns, [])
+        edges = zip(*map(list, _edges(events, serial)), strict=True)
+        named = [(b, i) for i, all_of in _conditions(events, serial) for b, _ in all_of]
+        assert sorted(edges) == sorted(named)

@@ -16,7 +16,7 @@ from piper_ir.program.program import Chunk, Cost, Kernel
 from piper_simulator import Cluster, Simulation, SlowLink, simulate, why
 from piper_simulator.contention import flows
 from piper_simulator.durations import device_model
-from piper_simulator.durations.instances import axes_of_equal_nodes
+from piper_simulator.durations.instances import axes_of_equal_ranks, parts_of_equal_nodes
 from piper_simulator.times import splitting
 from piper_simulator.times.splitting import each_rank, refined, split
 from tests.helpers.cases import each_case
@@ -202,15 +202,20 @@ def test_equal_nodes_change_nothing_when_each_is_looked_at(seed: int) -> None:
     rng = Random(seed)
     plan = random_work(rng)
     mesh = plan.mesh
-    per_node = rng.choice([n for n in (1, 2, 3) if mesh.size("tp") % n == 0])
-    nodes, rails = mesh.world // per_node, rng.choice((1, 2))
+    replicas = mesh.size("tp") * mesh.size("dp")
+    per_node = rng.choice([n for n in range(1, 9) if replicas % n == 0])
+    nodes, rails = mesh.world // per_node, rng.choice((1, 2, per_node))
     cluster = changed(FLAT, per_node=per_node, nodes=nodes, rails=rails, oversubscription=2.0)
     found = simulate(plan, cluster)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (splitting, flows, device_model):
-            patch.setattr(module, "axes_of_equal_nodes", lambda plan, cluster: frozenset())
+        for module in (flows, device_model):
+            patch.setattr(module, "parts_of_equal_nodes", lambda plan, cluster: ())
+        patch.setattr(splitting, "axes_of_equal_ranks", lambda plan, cluster: frozenset())
         every = simulate(plan, cluster)
-    assert axes_of_equal_nodes(plan, cluster) or mesh.size("dp") == 1
+    if per_node % mesh.size("tp") == 0 or per_node == 1:
+        free = {axis for axis in mesh.axes if axis != "pp"}
+        assert parts_of_equal_nodes(plan, cluster) or "dp" not in free
+        assert axes_of_equal_ranks(plan, cluster) == free
     assert found._run.parts.role_of == every._run.parts.role_of
     assert found._run.durations == every._run.durations
     assert times(found) == times(every)
@@ -225,6 +230,23 @@ def replicas(dp: int, *, on: Cluster = FLAT, nbytes: int = 0) -> Plan:
     build.all_reduce((0,), {0: (("compute", 1),)})
     build.all_reduce((1,), {1: (("compute", 1),)})
     return computed(build.plan())
+
+
+@each_case(
+    "dp, tp, per_node, parts",
+    [
+        (16, 1, 8, (("dp", 8, 2),)),
+        (4, 2, 2, (("tp", 2, 1), ("dp", 2, 4))),
+        (4, 3, 4, ()),  # nodes begin at other places of the groups of three
+        (4, 3, 2, ()),
+    ],
+)
+def test_an_axis_that_fills_nodes_has_equal_nodes(
+    dp: int, tp: int, per_node: int, parts: tuple[object, ...]
+) -> None:
+    plan, cluster = replicas(1), changed(FLAT, per_node=per_node, nodes=2 * dp * tp // per_node)
+    on = on_mesh(plan, Mesh(pp=2, dp=dp, tp=tp), {c.id: c for c in plan.channels})
+    assert parts_of_equal_nodes(on, cluster) == parts
 
 
 def starts(s: Simulation, name: str) -> list[float]:

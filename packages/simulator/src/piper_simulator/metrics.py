@@ -34,15 +34,14 @@ def idle_times(
         working: list[Interval] = []
         moving: list[Interval] = []
         busy = 0.0
-        for node, stream in enumerate(role.table.streams, prepared.offsets[r]):
-            g = prepared.group_of[node]
+        own = slice(*prepared.offsets[r : r + 2])
+        columns = prepared.group_of[own], times.start[own], times.end[own], durations[own]
+        for stream, g, start, end, seconds in zip(role.table.streams, *columns, strict=True):
             if g >= 0:
-                moving.append(
-                    (times.start[node], times.end[node] + (latency if prepared.p2p[g] else 0.0))
-                )
-            elif stream == COMPUTE and durations[node]:
-                working.append((times.start[node], times.end[node]))
-                busy += durations[node]
+                moving.append((start, end + latency if prepared.p2p[g] else end))
+            elif stream == COMPUTE and seconds:
+                working.append((start, end))
+                busy += seconds
         idles.append(idle(working, moving, busy))
     return idles
 

@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from piper_ir.fold.memory import RoleMemory, Usage, scan
+from piper_ir.fold.memory import Usage, scan
 from piper_ir.fold.memory_owners import owners
 from piper_ir.fold.timing import Prepared
 from piper_ir.ground.errors import PlanError
@@ -461,7 +461,7 @@ class _Run:
                 continue
             role, most, beside = counted.roles[r], memory.peaks[r], memory.beside[r]
             start = -1, sum(s.nbytes for s in role.device_states)
-            moments = RoleMemory(counted, role).moments()
+            moments = memory.walks[r].moments()
             at = next(
                 instr
                 for instr, nbytes in chain([start], moments, [(most.instr, most.total)])

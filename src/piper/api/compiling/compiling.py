@@ -34,7 +34,7 @@ from piper_ir.plan.plan import Plan
 from piper_ir.program.costs import Costs
 from piper_ir.program.ops import KernelSource
 from piper_ir.program.program import Program
-from piper_ir.tools import Brief
+from piper_ir.tools import Brief, no_garbage_collection
 
 if TYPE_CHECKING:
     from piper_capture import Advancing, Captured, CodeStore, Layers
@@ -175,7 +175,7 @@ def compile(
     if trained.training.scaled:
         check_unscaled(captured)
     training = replace(trained.training, undivided=undivided(captured))
-    with _remarks_in_errors(captured):
+    with _remarks_in_errors(captured), no_garbage_collection():
         lowered = compile_program(
             captured.program,
             strategy,
@@ -185,14 +185,16 @@ def compile(
             options=options,
             at_rows=lambda rows, runs: program_at(captured_at(rows), rows, runs),
         )
-    check_separable(trained.spec, lowered.plan)
-    check_data(source, lowered.plan)
-    check_norm_rows(norms, lowered.plan)
+        graph, plan = lowered.graph, lowered.plan
+        del lowered  # and with it the draft, which is larger than the plan
+    check_separable(trained.spec, plan)
+    check_data(source, plan)
+    check_norm_rows(norms, plan)
     trainable = frozenset(p.name for p in captured.forward.params if p.requires_grad)
     compiled = Compiled(
-        lowered.graph.program,
-        lowered.graph,
-        lowered.plan,
+        graph.program,
+        graph,
+        plan,
         source,
         captured.code,
         trainable,

@@ -65,9 +65,9 @@ def scan(plan: Plan, role: RolePlan) -> Iterator[Usage]:
     yield from RoleMemory(plan, role).curve()
 
 
-def peak(plan: Plan, role: RolePlan) -> Usage:
+def peak(plan: Plan, role: RolePlan, uses: PartUses | None = None) -> Usage:
     """Return the first fullest moment of a role; one that computes nothing holds its initial bytes."""
-    return RoleMemory(plan, role).peak()
+    return RoleMemory(plan, role, uses).peak()
 
 
 def host_peak(role: RolePlan) -> int:
@@ -129,10 +129,7 @@ class RoleMemory:
         self.role, self.uses, self.table = role, uses or PartUses(plan), role.table
         values = self.table.values
         self.count, self.kinds = values.count, values.kinds
-        self.sizes = [
-            0 if category == HOST else nbytes
-            for nbytes, (_, category) in zip(values.nbytes, values.kinds, strict=True)
-        ]
+        self.sizes = values.device_nbytes
         self.effects = [
             self.effect(t.parts) if t.stream == COMPUTE else None for t in self.table.templates
         ]
@@ -240,18 +237,18 @@ class RoleMemory:
         more = 0
         live: dict[Category, int] = {}
         fullest: BytesByCategory = {}
-        size, category = self.size, self.category
+        size, kinds, count = self.sizes, self.kinds, self.count
         for part in parts:
-            sizes = {v: size(v) for v in (*part.reads, *part.writes)}
+            sizes = {v: size[v // count] for v in (*part.reads, *part.writes)}
             use = self.uses.of(part, sizes)
             for v in part.writes:
-                owner = category(v)
+                owner = kinds[v // count][1]
                 live[owner] = live.get(owner, 0) + sizes[v]
                 more += sizes[v]
             if most is None or more + use.beside > most:
                 most, fullest = more + use.beside, self._at_fullest(live, use)
             for v in part.frees:
-                owner, nbytes = category(v), size(v)
+                owner, nbytes = kinds[v // count][1], size[v // count]
                 live[owner] = live.get(owner, 0) - nbytes
                 more -= nbytes
         return Effect(most or 0, fullest, more, live)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise, repeat, zip_longest
 
@@ -60,7 +60,7 @@ class Prepared:
     groups: tuple[tuple[int, ...], ...]
     group_of: tuple[int, ...]
     p2p: tuple[bool, ...]
-    order: tuple[SweepStep, ...] = field(compare=False)
+    order: Iterable[SweepStep] = field(compare=False)
 
     def __len__(self) -> int:
         return len(self.stream_of)
@@ -112,18 +112,28 @@ def prepare(plan: Plan) -> Prepared:
     Raises PlanError for an end of a channel without its other end, for a wait that names no instruction, and for a
     deadlock (with the cycle of waits).
     """
-    return prepare_orders([_issue_order(role) for role in plan.roles], plan.channels)
+    orders = [_issue_order(role) for role in plan.roles]
+    if any(role.table.astray for role in plan.roles):  # waits for no instruction are an error
+        return prepare_orders(orders, plan.channels)
+    bare = grouped(orders, plan.channels)
+    waits: list[tuple[int, ...]] = []
+    for role, first in zip(plan.roles, bare.offsets):
+        waits += [tuple([first + j for j in own]) if own else () for own in role.table.waits]
+    return with_waits(bare, tuple(waits), orders)
 
 
 def _issue_order(role: RolePlan) -> IssueOrder:
     program, table = role.program, role.table
-    places = table.places
+    waits: list[Waits] = []
+    if table.astray:
+        places = table.places
+        waits = [tuple([places[j] for j in own]) for own in table.waits]
     return IssueOrder(
         role.role,
         table.streams,
         table.channels,
         lambda k: f"{program[k].name} ({op_name(program[k].parts[0].op)})",
-        [tuple([places[j] for j in waits]) if waits else () for waits in table.waits],
+        waits,
     )
 
 
@@ -178,7 +188,47 @@ def with_waits(
 
     `orders`, from which the DAG was made, give nodes their names in messages.
     """
-    return replace(prepared, waits=waits, order=_order(orders, prepared, waits))
+    return replace(
+        prepared, waits=waits, order=_Walk(_order(orders, prepared, waits), prepared, waits)
+    )
+
+
+class _Walk:
+    """Yield the steps of a sweep in an order of nodes, which names the first of each group; the engine needs none."""
+
+    def __init__(
+        self, order: Sequence[int], prepared: Prepared, waits: Sequence[tuple[int, ...]]
+    ) -> None:
+        self._order, self._prepared, self._waits = order, prepared, waits
+        self._steps: list[SweepStep] | None = None
+
+    def __iter__(self) -> Iterator[SweepStep]:
+        if self._steps is None:
+            self._steps = self._made()
+        return iter(self._steps)
+
+    def _made(self) -> list[SweepStep]:
+        dag, waits = self._prepared, self._waits
+        before = _before(dag)
+        steps: list[SweepStep] = []
+        for node in self._order:
+            group = dag.group_of[node]
+            if group < 0:
+                steps.append((node, before[node], waits[node], None))
+            else:
+                whole = tuple([(m, before[m], waits[m]) for m in dag.groups[group]])
+                steps.append((*whole[0], (whole, dag.p2p[group])))
+        return steps
+
+
+def _before(prepared: Prepared) -> list[int]:
+    """Return by node the slot of its predecessor on its stream."""
+    n = len(prepared)
+    before = [0] * n
+    for s, nodes in enumerate(prepared.streams):
+        for a, b in pairwise((n + s, *nodes)):
+            before[b] = a
+    return before
 
 
 def _waits(order: IssueOrder, own: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:
@@ -346,10 +396,10 @@ def _groups(
 
 def _order(
     orders: Sequence[IssueOrder], prepared: Prepared, waits: Sequence[tuple[int, ...]]
-) -> tuple[SweepStep, ...]:
+) -> list[int]:
     """Return a fixed topological order, in which each stream in turn goes as far as it can.
 
-    The members of a group stand next to each other. Raises PlanError with the cycle when there is no order.
+    Of a group it has the first member. Raises PlanError with the cycle when there is no order.
     """
     streams, stream_of, groups, group_of = (
         prepared.streams,
@@ -362,14 +412,13 @@ def _order(
     waiting: dict[int, list[int]] = {}  # by node: the streams that wait for it
     arrived = [0] * len(groups)
     done = bytearray(n)
-    order: list[SweepStep] = []
+    order: list[int] = []
     ready = list(
         reversed(range(len(streams)))
     )  # each stream is here, or waits for a node, or for its group
     while ready:
         stream = ready.pop()
         nodes, position = streams[stream], ended[stream]
-        before = nodes[position - 1] if position else n + stream
         while position < len(nodes):
             node = nodes[position]
             node_waits = waits[node]
@@ -380,38 +429,31 @@ def _order(
             else:
                 group = group_of[node]
                 if group < 0:
-                    order.append((node, before, node_waits, None))
+                    order.append(node)
                     done[node] = 1
                     if node in waiting:
                         ready += waiting[node]
-                    before = node
                     position += 1
                     continue
                 arrived[group] += 1
                 members = groups[group]
                 if arrived[group] == len(members):
                     ended[stream] = position
-                    whole: list[Member] = []
                     for m in members:
                         member_stream = stream_of[m]
-                        i = ended[member_stream]
-                        ended[member_stream] = i + 1
-                        whole.append(
-                            (m, streams[member_stream][i - 1] if i else n + member_stream, waits[m])
-                        )
+                        ended[member_stream] += 1
                         done[m] = 1
                         ready += waiting.get(m, ())
                         if member_stream != stream:
                             ready.append(member_stream)
-                    order.append((*whole[0], (tuple(whole), prepared.p2p[group])))
-                    before = node
+                    order.append(members[0])
                     position += 1
                     continue
             break
         ended[stream] = position
     if not all(done):
         raise PlanError(_cycle(orders, prepared, waits, {i for i, ran in enumerate(done) if ran}))
-    return tuple(order)
+    return order
 
 
 def _cycle(
@@ -422,10 +464,7 @@ def _cycle(
 ) -> str:
     """Return the message of a deadlock: each line waits for the next, and the last for the first."""
     offsets, groups, group_of, n = prepared.offsets, prepared.groups, prepared.group_of, len(waits)
-    before = [0] * n
-    for s, nodes in enumerate(prepared.streams):
-        for a, b in pairwise((n + s, *nodes)):
-            before[b] = a
+    before = _before(prepared)
     path: list[tuple[int, str]] = []
     seen: dict[int, int] = {}
     node = min(set(range(n)) - ran)

@@ -45,8 +45,10 @@ def uncovered(intervals: Sequence[Interval], by: Sequence[Interval]) -> float:
     """Return the length of the union of `intervals` outside of `by`, which is sorted and disjoint."""
     total, reached, k = 0.0, float("-inf"), 0
     for start, end in sorted(intervals):
-        start = max(start, reached)
-        reached = max(reached, end)
+        if reached > start:
+            start = reached
+        if end > reached:
+            reached = end
         while k < len(by) and by[k][1] <= start:
             k += 1
         j = k

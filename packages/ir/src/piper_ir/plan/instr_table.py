@@ -63,6 +63,12 @@ class ValueTable:
         )
 
     @cached_property
+    def device_nbytes(self) -> tuple[int, ...]:
+        """Return the bytes of each value in one microbatch, 0 for one in the memory of the host."""
+        kinds = zip(self.nbytes, self.kinds, strict=True)
+        return tuple([0 if category == HOST else nbytes for nbytes, (_, category) in kinds])
+
+    @cached_property
     def on_host(self) -> bool:
         """Return whether a value is in the memory of the host."""
         return any(category == HOST for _, category in self.kinds)

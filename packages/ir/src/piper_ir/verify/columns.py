@@ -235,6 +235,11 @@ class HappensBefore:
         """Return whether instruction `first` is done whenever instruction `second` starts."""
         return first != second and self._done[second][self._column[first]] > self._position[first]
 
+    def late(self, firsts: Sequence[int], second: int) -> list[int]:
+        """Return which of the instructions `firsts` may not be done when instruction `second` starts."""
+        done, column, position = self._done[second], self._column, self._position
+        return [i for i in firsts if i == second or done[column[i]] <= position[i]]
+
 
 class AllBefore:
     """Say the same of pairs of instructions that are numbered through all roles; each pair is of one role."""

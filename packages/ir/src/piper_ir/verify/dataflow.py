@@ -43,7 +43,7 @@ Term = tuple[str, str]
 Atom = tuple[Term, int]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # a frozen one takes four times as long to make
 class _Sum:
     """Hold a sum as a tree of terms, opened on demand, since running sums would otherwise take quadratic space.
 
@@ -54,7 +54,7 @@ class _Sum:
     over: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Meeting:
     """Hold the result of one collective, block by block over its members; only a collective can join it.
 
@@ -77,7 +77,7 @@ class _Meeting:
         return self.kind == "all_to_all" and self.channel.purpose == "expert"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Blocks:
     """Hold the blocks that one meeting left on one role."""
 
@@ -218,11 +218,10 @@ class _Dataflow:
         """Follow the values of a meeting on a channel: of a send and its receive, or of a collective."""
         op, columns = self._op(rows[0]), self._columns
         if isinstance(op, Collective):
-            names = [self._roles[row] for row in rows]
-            reads = [self._origin(columns.reads.of(row)[0]) for row in rows]
-            found = self._collected(op, dict(zip(names, reads, strict=True)))
-            for name, row in zip(names, rows, strict=True):
-                self._origins[columns.writes.of(row)[0]] = found[name]
+            reads = {self._roles[row]: self._origin(columns.reads.of(row)[0]) for row in rows}
+            found = self._collected(op, reads)
+            for row in rows:
+                self._origins[columns.writes.of(row)[0]] = found[self._roles[row]]
             return
         source = next(v for row in rows for v in columns.reads.of(row))
         values = [v for row in rows for v in columns.writes.of(row)]
@@ -286,7 +285,9 @@ class _Dataflow:
             [asked.only for asked in each] or [None] * len(p.reads)
             for each, p in zip(asks, columns.parts, strict=True)
         ]
-        for row in self._atoms.unlike(only).tolist():
+        asking = flags([bool(each) for each in asks])[columns.row_part]
+        unlike = self._atoms.unlike(only)
+        for row in unlike[asking[unlike]].tolist():
             for value, asked in zip(
                 columns.reads.of(row), asks[columns.row_part[row]], strict=False
             ):

@@ -19,7 +19,7 @@ from piper_ir.plan.instr_table import InstrTemplate
 from piper_ir.plan.plan import COMPUTE, Channel
 from piper_ir.program.collectives import HOST_COPIES
 from piper_ir.program.ops import Collective, op_name
-from piper_ir.verify.columns import PlanColumns, ints
+from piper_ir.verify.columns import Ints, PlanColumns, flags, ints
 from piper_ir.verify.rules import Findings, Violation, instr_title
 
 _Reason = tuple[int, str]
@@ -181,18 +181,42 @@ def _conditions(events: Events, serial: bool) -> Iterator[tuple[int, list[_Reaso
             last[stream] = number
 
 
+def _edges(events: Events, serial: bool) -> tuple[Ints, Ints]:
+    """Return the same as columns: instructions that must be done, and the ones that wait, which ascend."""
+    columns = events.columns
+    role, compute = columns.role, columns.compute
+    number = {name: n for n, name in enumerate({t.stream for t in columns.templates})}
+    stream = ints([number[t.stream] for t in columns.templates])[columns.template]
+    apart = flags([_copies_to_host(t) for t in columns.templates])[columns.template]
+    at = np.arange(len(role))
+    latest = np.maximum.accumulate(np.where(compute, at, -1)) if len(at) else at
+    there = ~compute & (latest >= ints(columns.starts)[role])
+    by_stream = np.argsort(role * len(number) + stream, kind="stable")
+    lines = [(by_stream, (role * len(number) + stream)[by_stream])]
+    if serial:
+        issued = (~compute & ~apart).nonzero()[0]
+        lines.append((issued, role[issued]))
+    edges = [columns.waits[::-1], (latest[there], at[there])]
+    for line, of in lines:  # each after the one before it
+        same = of[1:] == of[:-1]
+        edges.append((line[:-1][same], line[1:][same]))
+    before, waiter = (np.concatenate(one) for one in zip(*edges, strict=True))
+    by_waiter = np.argsort(waiter, kind="stable")
+    return before[by_waiter], waiter[by_waiter]
+
+
 def _sweep(events: Events, serial: bool) -> list[int]:
     """Return the events that can happen, in a possible order: low numbers as early as possible."""
-    missing = [0] * len(events.members)
-    after: list[list[int]] = [[] for _ in events.members]
-    event = events.event
-    for i, conditions in _conditions(events, serial):
-        missing[event[i]] += len(conditions)
-        for before, _ in conditions:
-            after[event[before]].append(event[i])
+    before, waiter = _edges(events, serial)
+    event, n = ints(events.event), len(events.members)
+    before, waiter = event[before], event[waiter]
+    missing = np.bincount(waiter, minlength=n).tolist()
+    after = waiter[np.argsort(before, kind="stable")].tolist()
+    ends = np.cumsum(np.bincount(before, minlength=n)).tolist()
+    starts = [0, *ends]
     order = [e for e, n in enumerate(missing) if n == 0]
     for e in order:  # grows while it is walked
-        for later in after[e]:
+        for later in after[starts[e] : ends[e]]:
             missing[later] -= 1
             if missing[later] == 0:
                 order.append(later)

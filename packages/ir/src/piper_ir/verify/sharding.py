@@ -9,9 +9,9 @@ import numpy as np
 
 from piper_ir.plan.instr_table import PartTemplate
 from piper_ir.plan.plan import Bucket, Channel, Plan
-from piper_ir.program.collectives import law_of
+from piper_ir.program.collectives import FROM_HOST, law_of
 from piper_ir.program.ops import Cast, Collective, Compute, Fold, Fresh, Op
-from piper_ir.verify.columns import HappensBefore, flags
+from piper_ir.verify.columns import HappensBefore, Ints, flags
 from piper_ir.verify.rules import Findings
 from piper_ir.verify.training import ALIGNMENT
 
@@ -84,12 +84,20 @@ def check_sharded_use(findings: Findings, orders: dict[str, HappensBefore]) -> N
         _SharedValues(findings, number, orders[role.role], asked).check()
 
 
+def _gathers(part: PartTemplate) -> str:
+    """Return the bucket whose parameters a part gathers from states alone; "" for none."""
+    op = part.op
+    if not isinstance(op, Collective) or op.kind == FROM_HOST or part.reads:
+        return ""
+    return op.bucket if len(part.writes) == 1 else ""
+
+
 class _Asked:
     """Find the buckets whose gathered parameters a step of a chunk reads, and the ones whose gradients it adds to."""
 
     def __init__(self, plan: Plan) -> None:
         home = {p: b for b in plan.buckets for p in b.params}
-        self._steps: dict[tuple[str, str], tuple[set[str], set[str]]] = {}
+        self._steps: dict[tuple[str, str], tuple[list[str], list[str]]] = {}
         for chunk in (
             (*plan.chunks, *plan.variants)
             if any(b.shard.grads or b.lent for b in plan.buckets)
@@ -104,11 +112,11 @@ class _Asked:
                 }
                 adds = {chunk.inputs[k].ref for k in sig.accumulates}
                 added = {home[p].id for p in adds if p in home and home[p].shard.grads}
-                self._steps[chunk.variant, step] = reads, added
+                self._steps[chunk.variant, step] = sorted(reads), sorted(added)
 
-    def of(self, op: Compute) -> tuple[set[str], set[str]]:
-        """Return the buckets to read and to add to."""
-        return self._steps.get((op.variant, op.step), (set(), set()))
+    def of(self, op: Compute) -> tuple[list[str], list[str]]:
+        """Return the buckets to read and to add to, sorted."""
+        return self._steps.get((op.variant, op.step), ([], []))
 
 
 @dataclass(slots=True)
@@ -148,9 +156,16 @@ class _SharedValues:
 
     def check(self) -> None:
         """Add the violations of the role."""
-        for index, part, row in self._rows(lambda p: isinstance(p.op, Collective | Fresh | Cast)):
+        rows, which = self._rows(_gathers)
+        parts: list[int] = which.tolist()
+        values: list[int] = self.columns.writes.first_of(rows).tolist()
+        buckets = {n: _gathers(self.columns.parts[n]) for n in set(parts)}
+        self.gathered.update(zip(values, map(buckets.__getitem__, parts), strict=True))
+        for index, part, row in self._each(
+            lambda p: isinstance(p.op, Collective | Fresh | Cast) and not _gathers(p)
+        ):
             self._follow(index, part.op, row)
-        for index, part, row in self._rows(self._concerns):
+        for index, part, row in self._each(self._concerns):
             if isinstance(part.op, Fold):
                 self._fold(index, part.op.bucket, self.columns.reads.of(row)[0])
             else:
@@ -159,19 +174,24 @@ class _SharedValues:
         for value, buffer in self.buffers.items():
             self._check_buffer(value, buffer)
 
-    def _rows(
-        self, fact: Callable[[PartTemplate], bool]
-    ) -> Iterator[tuple[int, PartTemplate, int]]:
-        """Yield the parts of the role with a fact, in program order, each with its instruction and its row."""
+    def _rows(self, fact: Callable[[PartTemplate], object]) -> tuple[Ints, Ints]:
+        """Return the rows of the parts of the role with a fact, in program order, and the numbers of the parts."""
         columns, start = self.columns, self.columns.starts[self.number]
         end = columns.starts[self.number + 1]
         known = columns.row_part[columns.first_row[start] : columns.first_row[end]]
         with_it = [False] * len(columns.parts)
         for n in np.unique(known).tolist():
-            with_it[n] = fact(columns.parts[n])
+            with_it[n] = bool(fact(columns.parts[n]))
         rows = flags(with_it)[known].nonzero()[0] + columns.first_row[start]
-        instrs = columns.row_instr[rows] - start
-        parts = columns.row_part[rows]
+        return rows, columns.row_part[rows]
+
+    def _each(
+        self, fact: Callable[[PartTemplate], bool]
+    ) -> Iterator[tuple[int, PartTemplate, int]]:
+        """Yield the parts of the role with a fact, in program order, each with its instruction and its row."""
+        columns = self.columns
+        rows, parts = self._rows(fact)
+        instrs = columns.row_instr[rows] - columns.starts[self.number]
         for index, n, row in zip(instrs.tolist(), parts.tolist(), rows.tolist(), strict=True):
             yield index, columns.parts[n], row
 
@@ -268,22 +288,22 @@ class _SharedValues:
             buffer.folds.append(index)
 
     def _held(self, index: int, op: Compute | None, held: list[int]) -> None:
-        reads, adds = self.asked.of(op) if op is not None else (set[str](), set[str]())
+        reads, adds = self.asked.of(op) if op is not None else ([], [])
         gathered = [self.gathered[v] for v in held if v in self.gathered]
-        added = [self.buffers[v].bucket for v in held if v in self.buffers]
-        if sorted(gathered) != sorted(reads):
-            text = f"it holds gathered parameters of {gathered}, and reads parameters of {sorted(reads)}"
+        buffers = [self.buffers[v] for v in held if v in self.buffers]
+        added = [buffer.bucket for buffer in buffers]
+        if sorted(gathered) != reads:
+            text = f"it holds gathered parameters of {gathered}, and reads parameters of {reads}"
             self.findings.add("R31-gathered", text, self.role, index)
-        if sorted(added) != sorted(adds) or len(gathered) + len(added) < len(held):
+        if sorted(added) != adds or len(gathered) + len(added) < len(held):
             self.findings.add(
                 "R32-contributions",
-                f"it holds buffers of {added}, and adds to {sorted(adds)}",
+                f"it holds buffers of {added}, and adds to {adds}",
                 self.role,
                 index,
             )
-        for v in held:
-            if v in self.buffers:
-                self.buffers[v].adds.append(index)
+        for buffer in buffers:
+            buffer.adds.append(index)
 
     def _check_buffer(self, number: int, buffer: _Buffer) -> None:
         problem, index, value = "", -1, self._name(number)
@@ -293,7 +313,7 @@ class _SharedValues:
             problem = f"{value} is reduced {times} times; {expected} is expected"
         elif len(buffer.folds) != 1:
             problem = f"the sum of {value} is folded {len(buffer.folds)} times; once is expected"
-        elif late := [i for i in buffer.adds if not self.order.precedes(i, buffer.scatters[0])]:
+        elif late := self.order.late(buffer.adds, buffer.scatters[0]):
             problem, index = (
                 f"it adds to {value}, which instruction {buffer.scatters[0]} reduces without waiting for it",
                 late[0],

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from piper_ir.fold.memory import host_peak, peak
+from piper_ir.fold.memory_steps import PartUses
 from piper_ir.ground.errors import PlanError
 from piper_ir.plan.plan import Plan
 from piper_ir.plan.plan_bytes import update_on_host_bytes
@@ -116,9 +117,9 @@ def _check_use(findings: Findings) -> None:
 
 def _check_memory(findings: Findings) -> None:
     """Check R28."""
-    plan = findings.plan
+    plan, uses = findings.plan, PartUses(findings.plan)
     for role in plan.roles:
-        usage = peak(plan, role)
+        usage = peak(plan, role, uses)
         stated = (role.peak_bytes, role.peak_at, dict(role.peak_by_category))
         scanned = (usage.total, usage.instr, dict(usage.bytes))
         if stated != scanned:

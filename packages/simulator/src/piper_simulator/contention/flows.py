@@ -47,7 +47,7 @@ from piper_ir.program.ops import COMM, Op, message_op
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.contention.rates import Flow
 from piper_simulator.durations.cost_model import Work
-from piper_simulator.durations.instances import axes_of_equal_nodes, instances
+from piper_simulator.durations.instances import AxisPart, instances, parts_of_equal_nodes
 
 PORT_SM_SHARE, NIC_SM_SHARE = 0.15, 0.02
 PORT_SMS, NIC_SMS = 10, 2
@@ -195,7 +195,7 @@ class PlanLoads:
         within: Sequence[tuple[Channel, str]] = (),
     ) -> None:
         """Prepare for a plan in whose steps there are messages of these kinds, on these channels."""
-        equal = axes_of_equal_nodes(plan, wires.cluster)
+        equal = parts_of_equal_nodes(plan, wires.cluster)
         if equal:
             wires = replace(wires, nodes=_first_nodes(plan, equal, wires.cluster.per_node))
         self.wires = wires
@@ -237,15 +237,21 @@ class PlanLoads:
         return None if sums and not named else named
 
 
-def _first_nodes(plan: Plan, equal: Collection[str], per_node: int) -> frozenset[int]:
+def _first_nodes(plan: Plan, equal: Collection[AxisPart], per_node: int) -> frozenset[int]:
     """Return the first of nodes that are equal to each other."""
-    ranks = plan.mesh.ranks({axis: 0 for axis in equal})
+    ranks: Sequence[int] = range(0, plan.mesh.world, per_node)
+    for _, stride, size in equal:
+        ranks = [rank for rank in ranks if rank // stride % size == 0]
     return frozenset(rank // per_node for rank in ranks)
 
 
 def first_ops(plan: Plan) -> list[Op]:
     """Return the op of the first part of each instruction."""
-    return [role.table.templates[k].parts[0].op for role in plan.roles for k in role.table.used]
+    ops: list[Op] = []
+    for table in (role.table for role in plan.roles):
+        of_template = {k: table.templates[k].parts[0].op for k in set(table.used)}
+        ops += map(of_template.__getitem__, table.used)
+    return ops
 
 
 def _uses(plan: Plan) -> list[tuple[Channel, str]]:
@@ -416,6 +422,8 @@ def passes(wires: Wiring, members: Sequence[int], p2p: bool) -> dict[Resource, f
     ring_times: dict[Resource, float] = {}
     for rank in members if len(members) > 1 else ():
         node = rank // per_node
+        if wires.nodes is not None and node not in wires.nodes:
+            continue
         if count[node] > 1:
             ring_times["port out", rank, -1] = ring_times["port in", rank, -1] = 1.0
         if len(count) > 1:

@@ -84,6 +84,10 @@ class RunningMessage(Activity):
     ended: Callable[[], None] | None = None
 
 
+_Beside = tuple[RunningMessage, float, float]
+"""A message beside a role, with its f_sm and its f_memory at full speed there."""
+
+
 def compute_rate(sms: float, memory: float) -> float:
     """Return the rate of compute beside messages that take these fractions of the SMs and of the memory's bandwidth."""
     left = 1.0 - sms - memory
@@ -153,7 +157,7 @@ class SharedPool:
     def __init__(self, roles: int, sooner: Callable[[Activity], None]) -> None:
         self._sooner = sooner
         self._computing: list[Activity | None] = [None] * roles
-        self._beside: list[dict[int, RunningMessage]] = [{} for _ in range(roles)]
+        self._beside: list[dict[int, _Beside]] = [{} for _ in range(roles)]
         self._lone: dict[int, RunningMessage] = {}  # messages beside no role
         self._links: dict[int, _Link] = {}
         self._shares: dict[int, list[tuple[_Link, float]]] = {}  # by flow
@@ -196,10 +200,10 @@ class SharedPool:
         for role, compute in enumerate(self._computing):
             if compute is not None:
                 yield ("compute", role), compute
-        links = [self._lone, *[link.users for link in self._links.values()]]
-        for id, message in sorted(
-            {i: m for users in (*links, *self._beside) for i, m in users.items()}.items()
-        ):
+        messages = {i: m for users in self._beside for i, (m, _, _) in users.items()}
+        for users in (self._lone, *[link.users for link in self._links.values()]):
+            messages.update(users)
+        for id, message in sorted(messages.items()):
             yield ("message", id), message
 
     def enter(self, role: int, compute: Activity) -> float:
@@ -218,16 +222,16 @@ class SharedPool:
         """Hold the links of messages inside of an instruction, one of which runs at a time."""
         links = self._held[holder] = []
         for flow in flows:
-            for link, share in self._shares_of(flow):
+            for link, share in self._shares.get(flow.id) or self._shares_of(flow):
                 if share > link.held.get(holder, 0.0):
                     link.held[holder] = share
                     links.append(link)
 
     def misfits(self, holder: LinkHolder, flows: Iterable[Flow]) -> set[int]:
         """Return which of the messages of a holder would find a link short of capacity."""
-        found = set()
+        found, shares = set(), self._shares
         for flow in flows:
-            for link, share in self._shares_of(flow):
+            for link, share in shares.get(flow.id) or self._shares_of(flow):
                 held = link.held
                 shared = len(held) > (holder in held)
                 if link.users or shared or share > _FULL:
@@ -240,7 +244,7 @@ class SharedPool:
     def _crowded_holders(self, flow: Flow) -> list[LinkHolder]:
         """Return who holds links that would be short of capacity with one more message."""
         holders: dict[LinkHolder, None] = {}
-        for link, share in self._shares_of(flow):
+        for link, share in self._shares.get(flow.id) or self._shares_of(flow):
             if link.held and link.load + share + sum(link.held.values()) > _FULL:
                 holders.update(dict.fromkeys(link.held))
         return list(holders)
@@ -249,13 +253,13 @@ class SharedPool:
         """Put a message on its links and beside its roles; return whether a link is short of capacity."""
         flow, crowded = running.flow, False
         id = flow.id
-        for link, share in self._shares_of(flow):
+        for link, share in self._shares.get(id) or self._shares_of(flow):
             link.users[id] = running
             link.load = load = link.load + share
             if load > _FULL:
                 crowded = True
-        for role in flow.takes:
-            self._beside[role][id] = running
+        for role, (f_sm, f_memory) in flow.takes.items():
+            self._beside[role][id] = running, f_sm, f_memory
         if not flow.takes:
             self._lone[id] = running
         return crowded
@@ -295,7 +299,9 @@ class SharedPool:
             for i, rate in self._rates(crowd):
                 message = crowd[i]
                 if rate != message.rate:
-                    self._change(message, rate, now)
+                    message.change(rate, now)
+                    if message.end < message.look:
+                        self._sooner(message)
                     for role in message.flow.takes:
                         touched[role] = None
             if len(messages) == 1:
@@ -315,21 +321,19 @@ class SharedPool:
     def _left_over(self, role: int) -> float:
         """Return the rate of compute beside the messages under way."""
         sms = memory = 0.0
-        for message in self._beside[role].values():
-            f_sm, f_memory = message.flow.takes[role]
+        for message, f_sm, f_memory in self._beside[role].values():
             sms += f_sm
             memory += f_memory * message.rate
-        return compute_rate(sms, memory)
+        left = 1.0 - sms - memory  # `compute_rate`, which is called a million times
+        return left if left > SLOWEST else SLOWEST
 
     def _slow(self, roles: Iterable[int], now: float) -> None:
+        computing = self._computing
         for role in roles:
-            running = self._computing[role]
+            running = computing[role]
             if running is not None:
                 rate = self._left_over(role)
                 if rate != running.rate:
-                    self._change(running, rate, now)
-
-    def _change(self, activity: Activity, rate: float, now: float) -> None:
-        activity.change(rate, now)
-        if activity.end < activity.look:
-            self._sooner(activity)
+                    running.change(rate, now)
+                    if running.end < running.look:
+                        self._sooner(running)

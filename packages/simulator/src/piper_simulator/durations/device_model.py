@@ -39,9 +39,9 @@ from piper_simulator.durations.expert_work import EVEN, Loads, loaded, messages,
 from piper_simulator.durations.hidden_messages import beside_kernels, summed
 from piper_simulator.durations.instances import (
     axes_inside,
-    axes_of_equal_nodes,
     instances,
     meeting_inside,
+    parts_of_equal_nodes,
 )
 from piper_simulator.durations.kernels import Took, guessed_rates, lacks_number, launched, step_took
 from piper_simulator.durations.launches import issue_seconds, launching_devices
@@ -468,7 +468,7 @@ class DeviceModel(CostModel):
     def _instances(self, channel: Channel, cluster: Cluster) -> frozenset[RankGroup]:
         """Return the rank groups of a channel's instances, of which the slowest gives the duration."""
         if channel.id not in self._groups:
-            equal = axes_of_equal_nodes(self.plan, cluster)
+            equal = parts_of_equal_nodes(self.plan, cluster)
             groups = [
                 rank_group(cluster, members) for members in instances(self.plan, channel, equal)
             ]

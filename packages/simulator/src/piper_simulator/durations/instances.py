@@ -8,6 +8,9 @@ from piper_ir.ground.mesh import Mesh
 from piper_ir.plan.plan import COMPUTE, Channel, Plan, RolePlan, inside_channel
 from piper_simulator.cluster.cluster import Cluster
 
+AxisPart = tuple[str, int, int]
+"""An axis, how many ranks a step along a part of it is, and the number of places on that part."""
+
 
 def meeting_inside(plan: Plan, axis: str, role: RolePlan) -> Channel:
     """Return the channel on which the devices along an axis meet inside of the steps of a role.
@@ -57,24 +60,45 @@ def in_step(plan: Plan) -> Sequence[int]:
     ]
 
 
-def axes_of_equal_nodes(plan: Plan, cluster: Cluster) -> frozenset[str]:
-    """Return axes such that a step along one of them takes each rank to another node, where it does the same.
+def parts_of_equal_nodes(plan: Plan, cluster: Cluster) -> tuple[AxisPart, ...]:
+    """Return parts of axes such that a step along one takes each rank to the same place of another node.
 
-    So nodes whose ranks differ only along these axes are equal, with their links and the ranks that they meet. There
-    are none in a cluster whose nodes, ranks or links differ, and none along which roles differ.
+    There it does the same. So nodes whose ranks differ only along these are equal, with their links and the ranks that
+    they meet. There are none in a cluster whose nodes, ranks or links differ, and none along which roles differ. Of an
+    axis that fills nodes and goes on to others, the part is that from node to node.
     """
+    parts = []
+    for axis, (stride, size) in _free_strides(plan, cluster).items():
+        step = max(stride, cluster.per_node)
+        if step % cluster.per_node == step % stride == stride * size % step == 0:
+            parts.append((axis, step, stride * size // step))
+    return tuple(parts)
+
+
+def axes_of_equal_ranks(plan: Plan, cluster: Cluster) -> frozenset[str]:
+    """Return axes along which all ranks do the same, on links that are alike.
+
+    A step along one takes each node to another, or its ranks to other places of the same node. Ranks that meet are then
+    as far apart as before, so that they are on different rails, or on one, as before.
+    """
+    filling = {axis for axis, _, _ in parts_of_equal_nodes(plan, cluster)}
+    return frozenset(
+        axis
+        for axis, (stride, size) in _free_strides(plan, cluster).items()
+        if axis in filling or cluster.per_node % (stride * size) == 0
+    )
+
+
+def _free_strides(plan: Plan, cluster: Cluster) -> dict[str, tuple[int, int]]:
+    """Return the strides of axes along which roles do not differ; none where nodes, ranks or links of a cluster do."""
     mesh = plan.mesh
     placed = {axis for role in plan.roles for axis in role.placed}
     whole = all(
         len(role.ranks) * mesh.degree(role.placed) == mesh.world for role in plan.roles
     )  # else the plan is a part of another
     if len(cluster.nodes) > 1 or cluster.slow_ranks or cluster.network.slow_links or not whole:
-        return frozenset()
-    return frozenset(
-        axis
-        for axis, (stride, _) in _strides(mesh).items()
-        if axis not in placed and stride % cluster.per_node == 0
-    )
+        return {}
+    return {axis: place for axis, place in _strides(mesh).items() if axis not in placed}
 
 
 def _strides(mesh: Mesh) -> dict[str, tuple[int, int]]:
@@ -87,18 +111,18 @@ def _strides(mesh: Mesh) -> dict[str, tuple[int, int]]:
 
 
 def instances(
-    plan: Plan, channel: Channel, equal: Collection[str] = frozenset()
+    plan: Plan, channel: Channel, equal: Collection[AxisPart] = ()
 ) -> list[tuple[int, ...]]:
     """Return the ranks of each instance of a channel, ascending; of a transfer (source, destination).
 
     The result agrees with `Plan.peers` for every rank, in time linear in the ranks. Of instances that differ only along
-    the axes `equal`, it has the first.
+    the parts `equal` of axes, it has the first.
     """
     mesh = plan.mesh
     if not plan.roles:  # of a plan of chunks alone: the ranks that meet rank 0
         return [mesh.ranks({axis: 0 for axis in mesh.axes if axis not in channel.over})]
     first, strides = plan.role(channel.roles[0]), _strides(mesh)
-    kept = [place for axis, place in strides.items() if axis in equal and axis not in channel.over]
+    kept = [(stride, size) for axis, stride, size in equal if axis not in channel.over]
 
     def ranks_of(role: str) -> Sequence[int]:
         ranks = plan.role(role).ranks

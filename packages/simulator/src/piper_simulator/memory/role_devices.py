@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from piper_ir.fold.memory import Usage
+from piper_ir.fold.memory import RoleMemory, Usage
+from piper_ir.fold.memory_steps import PartUses
 from piper_ir.plan.plan import Plan, RolePlan
 from piper_ir.program.costs import AllocatorCosts, Costs
 from piper_simulator.cluster.cluster import Cluster
@@ -51,12 +52,14 @@ class PeakMemory:
     Attributes:
         counted: the plan with memory counted for the cluster's devices.
         peaks: of the roles of the plan.
+        walks: the memory of each of these roles through its program.
         beside: the buffers of the software stack beside each of these roles.
         used: of the split roles, on their devices.
     """
 
     counted: Plan
     peaks: Sequence[Usage]
+    walks: Sequence[RoleMemory] = field(compare=False)
     beside: Sequence[HeldBeside] = field(compare=False)
     devices: RoleDevices
     used: Sequence[DeviceMemory]
@@ -71,9 +74,8 @@ def peak_memory(
     counted = plan if cluster is None else replace(plan, device=device_type(cluster))
     stack = None if cluster is None else cluster.device.stack
     beside = [HeldBeside(counted, role, stack) for role in counted.roles]
-    moments = [
-        fullest_moment(counted, role, held)
-        for role, held in zip(counted.roles, beside, strict=True)
-    ]
+    uses = PartUses(counted)
+    walks = [RoleMemory(counted, role, uses) for role in counted.roles]
+    moments = [fullest_moment(*one) for one in zip(walks, beside, strict=True)]
     used = [devices.memory(k, moments[r][0].total, moments[r][1]) for k, r in enumerate(split.of)]
-    return PeakMemory(counted, [most for most, _ in moments], beside, devices, used)
+    return PeakMemory(counted, [most for most, _ in moments], walks, beside, devices, used)

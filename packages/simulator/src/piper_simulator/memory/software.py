@@ -114,9 +114,8 @@ def _captured_peak(plan: Plan, role: RolePlan) -> int:
     return max((nbytes for instr, nbytes in moments if instr < first), default=0)
 
 
-def fullest_moment(plan: Plan, role: RolePlan, beside: HeldBeside) -> tuple[Usage, int]:
+def fullest_moment(memory: RoleMemory, beside: HeldBeside) -> tuple[Usage, int]:
     """Return a role's peak, and the bytes that its fullest moment with the software has more, or fewer."""
-    memory = RoleMemory(plan, role)
     moments = list(memory.moments())
     if not moments:
         return memory.peak(), 0
@@ -132,4 +131,4 @@ def software_buffers(plan: Plan, role: RolePlan, stack: Stack | None) -> int:
     )
     if not other and not plan.cuda_graph:
         return 0
-    return fullest_moment(plan, role, HeldBeside(plan, role, stack))[1]
+    return fullest_moment(RoleMemory(plan, role), HeldBeside(plan, role, stack))[1]

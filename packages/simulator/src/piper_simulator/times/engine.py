@@ -72,12 +72,16 @@ def step_and_period(work: StepWork) -> tuple[Times, float]:
     host = host_seconds(prepared, work.issue)
     if not prepared.streams:
         return alone, 0.0
-    assert engine.branch is not None, "some stream has ended"
+    branch = engine.branch
+    assert branch is not None, "some stream has ended"
     for steps in PERIOD_STEPS:
         ends = _StepEnds(len(prepared.streams), steps, host)
-        engine.branch.copied().follow(steps, ends)
+        branch.copied().follow(steps, ends)
         if ends.period_s is not None:
-            return alone, ends.period_s
+            break
+    branch.drop()
+    if ends.period_s is not None:
+        return alone, ends.period_s
     enough = len(ends.counted) > steps // 2
     return alone, later_half(ends.counted if enough else ends.rows, host)
 
@@ -240,35 +244,34 @@ class _Stream:
     def go(self) -> None:
         """Go on until something must be waited for, which then calls this again."""
         engine, part, clock = self.engine, self.part, self.clock
-        counters, shared, size = engine.counters, engine.shared, len(part.nodes)
+        counters, shared, size = engine.counters, engine.shared, len(part.work)
         while self.at < size or self._next_step():
-            at, step, ready = self.at, self.step, 0.0
-            node, times = part.nodes[at], self.times
+            step, times, ready = self.step, self.times, 0.0
+            node, needs, group, duration, flow = part.work[self.at]
             if engine.issued:
                 ready = engine.issued[part.role][node - part.first + step * part.size]
                 if ready > clock.now:
                     self._wait_until(ready)
                     return
-            for stream, k, per_step in part.needs[at]:
+            for stream, k, per_step in needs:
                 target = k + step * per_step
                 counter = counters[stream]
                 if len(counter.at) < target:
                     counter.wake(target, self.go)
                     return
-                if times is not None and target:
-                    ready = max(ready, counter.at[target - 1])
+                if times is not None and target and (done := counter.at[target - 1]) > ready:
+                    ready = done
             if times is not None:
                 times.ready[node] = ready
-            group, duration = part.groups[at], part.seconds[at]
             if group >= 0 and not engine.come(group, self._met):
                 return
             self.began = clock.now
             if not duration:
-                self._end()
+                self._end(node, group)
                 continue
             if shared is None:
                 clock.after(duration, self._ended)
-            elif (flow := part.flows[at]) is None:
+            elif flow is None:
                 shared.compute(part.role, node, duration, self._ended)
             else:
                 shared.message(flow, self._ended)
@@ -292,28 +295,27 @@ class _Stream:
         self.clock.after(wait if wait <= now or not now else 0.75 * wait, self.go)
 
     def _ended(self) -> None:
-        self._end()
+        node, _, group, _, _ = self.part.work[self.at]
+        self._end(node, group)
         self.go()
 
-    def _end(self) -> None:
+    def _end(self, node: int, group: int) -> None:
         """End an instruction that this stream has run."""
-        group = self.part.groups[self.at]
         if group >= 0:
             self.engine.ended(group, self.began)
-        self._leave()
+        self._leave(node, group)
 
     def _met(self, start: float) -> None:
         """End an instruction that another member of its group has run."""
         self.began = start
-        self._leave()
+        node, _, group, _, _ = self.part.work[self.at]
+        self._leave(node, group)
         self.go()
 
-    def _leave(self) -> None:
+    def _leave(self, node: int, group: int) -> None:
         """Leave the stream to the next instruction; a transfer arrives later."""
-        engine, part, at, done = self.engine, self.part, self.at, self.done
-        group, times = part.groups[at], self.times
+        engine, done, times = self.engine, self.done, self.times
         if times is not None:
-            node = part.nodes[at]
             times.start[node], times.end[node] = self.began, self.clock.now
         if group >= 0 and engine.work.latency and engine.work.prepared.p2p[group]:
             done.depart(engine.work.latency)
@@ -321,8 +323,8 @@ class _Stream:
             done.pending.append(False)
         else:
             done.count()
-        self.at = at = at + 1
-        if engine.ends is not None and at == len(part.nodes):
+        self.at = at = self.at + 1
+        if engine.ends is not None and at == len(self.part.work):
             engine.step_ended(self)
 
 
@@ -393,6 +395,9 @@ class _Engine:
 
     def drop(self) -> None:
         """Drop the objects that refer to each other, so that they are gone without the garbage collector."""
+        for stream in self.streams:  # which wait for each other
+            del stream.part, stream.times
+        del self.work
         self.streams, self.counters, self.shared = [], [], None
         self.clock.drop()
 
@@ -411,7 +416,7 @@ class _Engine:
         now = self.clock.now
         places, seconds = self.shared.under_way_at(now)
         for stream, counter in zip(self.streams, self.counters, strict=True):
-            done = len(counter.at) - step * len(stream.part.nodes)
+            done = len(counter.at) - step * len(stream.part.work)
             places.append((stream.at, stream.step - step, done))
         met = [(group, meeting.came) for group, meeting in sorted(self.meetings.items())]
         return _State(now, (*places, *met), seconds)

@@ -49,7 +49,8 @@ class SharedActivities:
         """Begin a message now; `ended` is called at its end."""
         running = self.pool.message(flow, self.clock.now)
         running.ended = ended
-        self._look(running, running.left / running.rate)
+        running.look = end = running.end
+        self.clock.after(running.left / running.rate, partial(self._due, running, end))
 
     def under_way_at(self, now: float) -> tuple[list[object], list[float]]:
         """Return the activities under way, and since when and with how much left, as seen from a moment."""
@@ -67,23 +68,20 @@ class SharedActivities:
         message.ended = ended
         self.clock.push(timer, partial(self._due, message, message.look))
 
-    def _look(self, activity: Activity, after: float) -> None:
-        activity.look = end = activity.end
-        self.clock.after(after, partial(self._due, activity, end))
-
     def _sooner(self, activity: Activity) -> None:
-        self._look(activity, activity.end - self.clock.now)
-
-    def _due(self, activity: Activity, at: float) -> None:
         assert isinstance(activity, RunningMessage), "compute ends by itself"
-        ended = activity.ended
-        if activity.look != at or ended is None:
+        activity.look = end = activity.end
+        self.clock.after(end - self.clock.now, partial(self._due, activity, end))
+
+    def _due(self, message: RunningMessage, at: float) -> None:
+        ended = message.ended
+        if message.look != at or ended is None:
             return
-        if activity.end > at:
-            self._look(activity, activity.end - self.clock.now)
+        if message.end > at:
+            self._sooner(message)
             return
-        activity.ended = None
-        self.pool.arrived(activity, self.clock.now)
+        message.ended = None
+        self.pool.arrived(message, self.clock.now)
         ended()
 
 

@@ -27,7 +27,7 @@ from piper_simulator.contention.flows import Resource, Wiring, passes, wiring
 from piper_simulator.durations.communication import rank_group
 from piper_simulator.durations.instances import (
     axes_inside,
-    axes_of_equal_nodes,
+    axes_of_equal_ranks,
     in_step,
     instances,
 )
@@ -64,13 +64,13 @@ def split(plan: Plan, cluster: Cluster | None, *, shared: bool) -> SplitPlan:
 
 
 def _same_everywhere(plan: Plan, cluster: Cluster) -> bool:
-    """Return whether the ranks of each role are alike, since they differ only along axes of equal nodes.
+    """Return whether the ranks of each role are alike, since they differ only along axes of equal ranks.
 
     Ranks that meet inside of every step are one unit. Else the ranks may be alike all the same.
     """
     placed = {axis for role in plan.roles for axis in role.placed}
     within = {*placed, *axes_inside(plan)}
-    return axes_of_equal_nodes(plan, cluster).issuperset(
+    return axes_of_equal_ranks(plan, cluster).issuperset(
         [axis for axis in plan.mesh.axes if axis not in within]
     )
 

@@ -18,23 +18,22 @@ Need = tuple[int, int, int]
 """A stream and the number that its counter must reach, which grows by the third entry with each step."""
 
 
+InstrWork = tuple[int, tuple[Need, ...], int, float, Flow | None]
+
+
 @dataclass(frozen=True, slots=True)
 class StreamPart:
     """Hold the part of a step that one stream of a role runs.
 
     Attributes:
-        nodes: by instruction its node; likewise `needs`, `seconds` (its duration), `flows` (its load on links) and
-            `groups` (the group that it is a member of, -1 for none).
+        work: by instruction its node, its needs, the group of several that it is a member of (-1 for none), its
+            duration and its load on links.
     """
 
     role: int
     first: int
     size: int
-    nodes: Sequence[int]
-    needs: Sequence[tuple[Need, ...]]
-    seconds: Sequence[float]
-    flows: Sequence[Flow | None]
-    groups: Sequence[int]
+    work: Sequence[InstrWork]
 
 
 @dataclass(eq=False)
@@ -96,13 +95,8 @@ class StepWork:
             s = stream_of[before]
             needs[0] += ((s, 0, len(streams[s])),)
         role = bisect_right(self.prepared.offsets, nodes[0]) - 1
-        return StreamPart(
-            role,
-            self.prepared.offsets[role],
-            self.sizes[role],
-            nodes,
-            needs,
-            [durations[node if g < 0 else groups[g][0]] for node, g in zip(nodes, own)],
-            [None if g < 0 else self._flows[g] for g in own],
-            [g if g >= 0 and len(groups[g]) > 1 else -1 for g in own],
-        )
+        several = [g if g >= 0 and len(groups[g]) > 1 else -1 for g in own]
+        seconds = [durations[node if g < 0 else groups[g][0]] for node, g in zip(nodes, own)]
+        flows = [None if g < 0 else self._flows[g] for g in own]
+        work = list(zip(nodes, needs, several, seconds, flows, strict=True))
+        return StreamPart(role, self.prepared.offsets[role], self.sizes[role], work)

@@ -116,7 +116,7 @@ class _Role:
         self.policy = {b: alone for b in adder.graph.buckets} | policies_of(adder.graph)
         self.starts: list[float] | None = None
         self.ending = _ending(self.ops)
-        self.nodes: dict[tuple[MakeNodes, str, int], list[Node]] = {}  # by bucket and first user
+        self.nodes: dict[tuple[str, str, int], list[Node]] = {}  # by kind, bucket and first user
         self.kinds = {
             b.id: [FROM_HOST] * b.away + ["gather"] * bool(b.shard.params) for b in buckets
         }
@@ -128,8 +128,9 @@ class _Role:
         sent = {b.id: b.numel * ITEM_BYTES[b.reduce_dtype] for b in self.buckets}
         touched = [self.uses.of(op) for op in self.ops]
         at = [k for k, (read, _) in enumerate(touched) if read]
+        users = [self.order[k] for k in at]
         for window in windows([touched[k][0] for k in at], gathered, self._room("resident_bytes")):
-            self._gather(window, at)
+            self._gather(window, at, [users[use] for use in window.uses])
         at = [k for k, (_, added) in enumerate(touched) if added]
         scattered = windows([touched[k][1] for k in at], reduced, self._room("reduced_bytes"))
         last = {w.bucket: w for w in scattered}
@@ -157,7 +158,7 @@ class _Role:
         """Return the microbatch that all of these numbers are in, -1 if they are in several."""
         mb = self.adder.deps.mb
         own = mb[users[0]]
-        return own if all([mb[user] == own for user in users]) else -1
+        return own if len(users) == 1 or {mb[user] for user in users} == {own} else -1
 
     def _made(self, make: MakeNodes, bucket: str, first: int, mb: int) -> list[Node]:
         """Return the nodes of a window that begins with a number, made once for all windows that lie in a microbatch.
@@ -167,7 +168,7 @@ class _Role:
         deps = self.adder.deps
         if mb < 0:
             return make(self.adder.graph.buckets[bucket], first, deps.name(first))
-        key = make, bucket, deps.of[first]
+        key = make.__name__, bucket, deps.of[first]  # a method would hold this object in a cycle
         nodes = self.nodes.get(key)
         if nodes is None:
             known = self.adder.graph.buckets[bucket]
@@ -181,9 +182,9 @@ class _Role:
         phase = self.adder.deps.node(user).coords["phase"]
         return {"phase": phase, "op": op, "bucket": bucket.id}
 
-    def _gather(self, window: CacheWindow, at: list[int]) -> None:
+    def _gather(self, window: CacheWindow, at: list[int], users: list[int]) -> None:
         """Add the copy of parameters from the host, if they are there, and their gather, if ranks share them."""
-        adder, users = self.adder, [self.order[at[use]] for use in window.uses]
+        adder = self.adder
         mb = self._mb(users)
         nodes = self._made(self._gathering, window.bucket, users[0], mb)
         numbers = [adder.add(node, mb) for node in nodes]
@@ -195,8 +196,7 @@ class _Role:
         else:
             before = self.order[behind]
             adder.after.setdefault(before, []).extend(numbers)
-            for number in numbers:
-                adder.edges.append((before, number))
+            adder.edges += [(before, number) for number in numbers]
         numbers.append(users[0])
         adder.edges += pairwise(numbers)
         self._hold("gathered", window, users, nodes[-1].writes[0])

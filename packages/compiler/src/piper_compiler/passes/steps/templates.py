@@ -322,12 +322,13 @@ class Drafted:
         final = _Final(self, freed)
         maker, buffer_numbers = self._buffers()
         there: Flags = maker >= 0  # other values are there from the start
+        made, numbers = maker[there], buffer_numbers[there]
         mbs = self.mb.tolist()
         tables = []
         for r, (a, b) in enumerate(pairwise(self.draft.offsets)):
             templates, used = final.role(a, b)
             first = tuple(buffer_numbers[maker == -1 - r].tolist())
-            buffers = within(maker[there], buffer_numbers[there], a, b)
+            buffers = within(made, numbers, a, b)
             columns = waits.of(a, b), within(freed.before, freed.early, a, b), buffers, first
             tables.append(InstrTable(values, templates, used, mbs[a:b], *columns))
         return tables
@@ -478,7 +479,7 @@ def _frees(template: _Template, traces: Mapping[int, _Trace], dying: Dying) -> _
     for k, entry in enumerate(template.made):
         own = [(v, is_sent) for number, v, is_sent in dying if number == k]
         others = [*entry.inside, *[v for v, is_sent in own if not is_sent]]
-        if entry.inside:
+        if entry.inside and len(others) > 1:
             order, ahead = traces[entry.part.ahead].order, entry.part.ahead
             others.sort(key=lambda v: order[v - ahead])
         frees.append((*[v for v, is_sent in own if is_sent], *others))
