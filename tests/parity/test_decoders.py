@@ -107,6 +107,30 @@ def test_sinks_train_what_attention_written_out_trains(layout: str) -> None:
     assert not lies(compiled.plan, dict(run.memory))
 
 
+@pytest.mark.parametrize("layout", SINKS)
+@pytest.mark.parametrize("name", ["sinks", "Gemma 3"])
+def test_windows_train_what_their_mask_trains(name: str, layout: str) -> None:
+    """Each device computes several blocks of queries with the keys in their windows, beside layers without a window."""
+    sizes = replace(DECODERS[name], length=320, window=20, window_every=2)
+    jobs = [
+        models.job(s, global_batch=4, precision="float64", lr=0.01)
+        for s in (sizes, replace(sizes, attention="math"))
+    ]
+    mesh, directives = SINKS[layout]
+    if layout == "ring":
+        with pytest.raises(
+            piper.DirectiveError, match=r"attention .* has a window, of which each device"
+        ):
+            piper.compile(jobs[0], Strategy(mesh, directives))
+        return
+    compiled = piper.compile(jobs[0], Strategy(mesh, directives))
+    run = piper.execute(compiled, steps=2, launcher="inline", memory=True, gradients=True)
+    replicas = compiled.plan.replicas
+    parity.assert_parity(run, parity.reference(jobs[1], replicas=replicas, microbatches=2, steps=2))
+    assert not lies(compiled.plan, dict(run.memory))
+    assert "read" not in dict(sizes.build().named_buffers()), "no mask of all scores"
+
+
 def test_a_stage_of_its_own_predicts_further_tokens() -> None:
     """The embedding is then on the first stage and on this one; the plan's memory is that of the run."""
     job = models.job(replace(DECODERS["Llama"], mtp=1), global_batch=4, precision="float64")

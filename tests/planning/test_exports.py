@@ -149,12 +149,37 @@ def test_every_job_is_exported_or_refused_in_words(system):
             "of some layers",
         ),
         ((piper.recompute(where(layer=ANY), keep="products"),), "nearest is keep='products/2'"),
+        (
+            (piper.recompute(where(), keep="outputs", modules="*.attention.core"),),
+            "recompute(keep='outputs@*.attention.core'); the nearest is keep='inputs'",
+        ),
     ],
 )
 def test_what_torchtitan_lacks_is_named(directives, told):
     with pytest.raises(JobError) as refusal:
         export_job("torchtitan", described(piper.Mesh(dp=8), *directives))
     assert told in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("keep", "modules", "option"),
+    [
+        ("outputs", "*.attention.core", "--recompute-modules core_attn\n"),
+        ("inputs@*.norm[12]&outputs@*.feed_forward", (), "--recompute-modules layernorm mlp\n"),
+    ],
+)
+def test_modules_of_all_chunks_are_those_of_all_layers(keep, modules, option):
+    texts = [
+        export_job(
+            "megatron", described(piper.Mesh(dp=8), piper.recompute(at, keep, modules=modules))
+        ).files
+        for at in (where(), where(layer=ANY))
+    ]
+    assert texts[0] == texts[1] and option in "".join(texts[0].values())
+    with pytest.raises(
+        JobError, match=r"recompute\(where\(stage=0\), keep='outputs@\*.mlp'\): other systems"
+    ):
+        described(piper.Mesh(), piper.recompute(where(stage=0), keep="outputs", modules="*.mlp"))
 
 
 def test_parts_of_an_optimizer_on_the_host_have_no_words():

@@ -177,14 +177,6 @@ def test_a_step_has_as_many_tokens_as_are_asked_for() -> None:
         count("1,5M", "--tokens")  # a comma of decimals is no comma of thousands
 
 
-def test_windows_that_kernels_compute_in_full_are_said(tmp_path: Path) -> None:
-    """A window of 16 in rows of 64 has 16 * 64 - 16 * 15 / 2 of 64 * 64 scores, 22 %."""
-    source = str(written(tmp_path, LLAMA | {"model_type": "mistral", "sliding_window": 16}))
-    (one,) = understand(source, StepSize(rows=8, length=64)).warnings
-    assert one.endswith("kernels for windows skip about 78% of these"), one
-    assert not understand(source, StepSize(rows=8, length=16)).warnings
-
-
 @each_case(
     ("source", "wanted", "says"),
     [

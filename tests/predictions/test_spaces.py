@@ -29,6 +29,7 @@ from piper_autotune.space.rules import PruningRules
 from piper_autotune.space.sketch import Sketches, wanted_for_graph
 from piper_autotune.space.space import SkippedError
 from piper_ir.ground.errors import TuneError
+from piper_ir.ground.sizes import bind
 from piper_simulator import load_cluster
 from tests.helpers.cases import each_case
 
@@ -300,6 +301,28 @@ def test_its_strategies_compile(choices: dict[str, Any]) -> None:
 def test_a_mixtures_experts_are_shared() -> None:
     plan = piper.compile(mixture(), chosen(piper.space(mixture(), CLUSTER), ep=4, zero=1)).plan
     assert plan.mesh.size("ep") == 4 and plan.replicas == 16
+
+
+@each_case(
+    ("make", "choices"),
+    [
+        (dropless, {"tp": 2}),
+        (dropless, {"tp": 2, "ep": 2, "fold": False, "cut": False}),
+        (dropless, {"tp": 2, "ep": 2, "fold": False, "cut": True}),
+        (dropless, {"tp": 2, "ep": 2, "fold": True}),
+        (mixture, {"tp": 2, "ep": 2}),
+    ],
+)
+def test_estimates_know_which_axes_cut_experts(make: Any, choices: dict[str, Any]) -> None:
+    space = piper.space(make(), "h100x4")
+    usual = {"sequence": True, "zero": 1, "ep": 1}
+    plan = piper.compile(make(), chosen(space, **{**usual, **choices})).plan
+    whole, own = (
+        sum(bind(p.spec.numel, plan.rows) for p in params if len(p.spec.shape) == 3)
+        for params in (plan.whole_params, plan.params)
+    )
+    at = {"cp": 1, "pp": 1, **usual, **choices}
+    assert space.scale.own(at) * whole == space.scale.parameters * own
 
 
 def test_groups_that_share_states_are_the_replicas_of_a_node() -> None:

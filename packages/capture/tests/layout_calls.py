@@ -231,6 +231,9 @@ ATTENTION = cases({
     "attention, causal": (
         piper.attention, lambda d: (*gqa(d, "tt"), None, True, None, True), "=-(==)- =-=- =-=- -> =-(==)- =(==)-",
     ),
+    "attention, window": (
+        piper.attention, lambda d: (*gqa(d, "tt"), None, True, None, True, 2), "=-(==)- =-=- =-=- -> =-(==)- =(==)-",
+    ),
     "attention, mask": (piper.attention, lambda d: masked(d, "TS"), "==(==)- =-=- =-=- =- -> ==(==)- =(==)="),
     "attention, additive mask": (
         piper.attention, lambda d: masked(d, "b11S", additive=True), "==(==)- =-=- =-=- =11- -> ==(==)- =(==)=",

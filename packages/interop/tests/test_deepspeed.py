@@ -128,11 +128,14 @@ RENAMED: list[tuple[dict[str, Any], str]] = [
         {"data_efficiency": {"enabled": False, "data_sampling": {"num_epoch": 1}}},
         "data_efficiency.data_sampling.num_epochs",
     ),
+    ({"autotp_size": 2}, "tensor_parallel.autotp_size"),
+    ({"zero_optimization": {"stage": 1, "autotp_size": 2}}, "tensor_parallel.autotp_size"),
+    ({"zero_optimisation": {"stage": 1}}, "zero_optimization.stage"),
 ]
 
 
 @each_case(("options", "nearest"), RENAMED)
-def test_a_renamed_key_of_a_section_that_is_off(
+def test_a_key_that_is_renamed_or_stands_in_another_section(
     tmp_path: Path, options: dict[str, Any], nearest: str
 ) -> None:
     with pytest.raises(JobError, match=rf"no such option.*the nearest is \S*{nearest};"):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper.models.decoder_attention import Attention, LatentAttention, windowed
+from piper.models.decoder_attention import Attention, LatentAttention, windowed, writes_out
 from piper.models.decoder_config import DecoderFields
 from piper.models.mixture import ExpertLayer
 from piper.models.parts import FeedForward, norm_of, rotary, start
@@ -34,7 +34,8 @@ class DecoderBlock(nn.Module):
         self.after1, self.after2 = (
             norm_of(config, config.width) if after else nn.Identity() for _ in range(2)
         )
-        self.attention = Attention(config) if config.latent is None else LatentAttention(config)
+        kind = Attention if config.latent is None else LatentAttention
+        self.attention = kind(config, config.window_of(number))
         self.feed_forward: nn.Module
         if config.experts is not None and config.has_experts(number):
             self.feed_forward = ExpertLayer(
@@ -133,8 +134,8 @@ class Decoder(nn.Module):
     """Map tokens [rows, T] int64, T at most `config.length`, to logits [rows, T, vocab].
 
     The rotary angles are buffers that no state_dict holds. They are in float32 beside parameters of bfloat16, too.
-    Another such buffer is `read`: the keys [length, length] that layers with a window read. Each stage has it, so that
-    no stage sends it.
+    Another such buffer, if attention is written out, is `read`: the keys [length, length] that layers with a window
+    read. Each stage has it, so that no stage sends it.
 
     If the config balances experts or predicts further tokens, the result is a tuple of the logits, those of each
     further token, and `balance` [rows], the sum over layers of `ExpertLayer.balance`. Its mean over rows is a part of
@@ -170,7 +171,8 @@ class Decoder(nn.Module):
             cos, sin = rotary(config.length, config.rotary_dim, config.theta)
             self.register_buffer("cos", cos, persistent=False)
             self.register_buffer("sin", sin, persistent=False)
-        self.masked = config.window is not None and config.window < config.length
+        small = config.window is not None and config.window < config.length
+        self.masked = small and writes_out(config)
         if config.window is not None and self.masked:
             self.register_buffer("read", windowed(config.length, config.window), persistent=False)
         start(self)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from piper.models.decoder_config import DecoderFields
 from piper.models.parts import NamedFunction, norm_of, rotate
-from piper_ops import attention_with_sinks
+from piper_ops import attention, attention_with_sinks
 
 
 def windowed(length: int, window: int) -> Tensor:
@@ -30,18 +30,31 @@ def slopes(heads: int) -> list[float]:
     return first + (slopes(2 * power)[::2][: heads - power] if heads > power else [])
 
 
+def share_dropped(config: DecoderFields) -> float:
+    """Return the share of attention's probabilities that is set to 0."""
+    share = config.attention_dropout
+    return float(config.dropout if share is None else share)
+
+
+def writes_out(config: DecoderFields) -> bool:
+    """Return whether all scores are computed, so that a window is a mask of them."""
+    return config.attention == "math" or share_dropped(config) > 0
+
+
 class Heads(nn.Module):
     """Attend with queries, keys and values of heads, as a kernel or written out."""
 
     slopes: Tensor
 
-    def __init__(self, config: DecoderFields) -> None:
+    def __init__(self, config: DecoderFields, window: int | None = None) -> None:
+        """Attend to the last `window` tokens alone, if it is less than a row has; a mask says so if written out."""
         super().__init__()
-        share = config.attention_dropout
-        self.heads, self.dropout = config.heads, float(config.dropout if share is None else share)
+        self.heads, self.dropout = config.heads, share_dropped(config)
         # no kernel draws the dropout of probabilities as others do
         self.written = config.attention == "math" or (config.sinks and self.dropout > 0)
         self.core = NamedFunction(self.attend)
+        skips = window is not None and window < config.length and not writes_out(config)
+        self.window = window if skips and window is not None else 0
         if config.sinks:
             self.sinks = nn.Parameter(torch.empty(config.heads).normal_(std=0.02))
         self.has_sinks, self.alibi = config.sinks, config.positions == "alibi"
@@ -70,7 +83,11 @@ class Heads(nn.Module):
             mask = self.biased(q)
         causal = self.causal and mask is None
         if self.has_sinks and not self.written:
-            mixed = attention_with_sinks(q, k, v, self.sinks, mask, causal, None, grouped)
+            options = mask, causal, None, grouped, self.window
+            mixed = attention_with_sinks(q, k, v, self.sinks, *options)
+            return mixed.reshape(rows, length, -1)
+        if self.window:
+            mixed = attention(q, k, v, None, True, None, grouped, self.window)[0]
             return mixed.reshape(rows, length, -1)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if self.written:
@@ -146,8 +163,8 @@ class Attention(Heads):
     2505.09388, section 2) or over all heads together (OLMo 2, arXiv 2501.00656, section 3.2).
     """
 
-    def __init__(self, config: DecoderFields) -> None:
-        super().__init__(config)
+    def __init__(self, config: DecoderFields, window: int | None = None) -> None:
+        super().__init__(config, window)
         self.head_dim, self.turned = config.dim_of_head, config.rotary_dim
         inner, grouped = config.heads * self.head_dim, config.key_heads * self.head_dim
         bias = config.attention_bias
@@ -199,8 +216,8 @@ class LatentAttention(Heads):
     part of keys and queries is turned; that of keys is one for all heads.
     """
 
-    def __init__(self, config: DecoderFields) -> None:
-        super().__init__(config)
+    def __init__(self, config: DecoderFields, window: int | None = None) -> None:
+        super().__init__(config, window)
         assert config.latent is not None
         sizes = self.sizes = config.latent
         self.turn = NamedFunction(self.turned)

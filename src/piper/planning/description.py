@@ -32,6 +32,7 @@ from piper_interop import (
 )
 from piper_ir.ground.errors import DirectiveError, JobError
 from piper_ir.ground.select import ANY, where
+from piper_ir.program.ops import BESIDE, WITHIN
 
 if TYPE_CHECKING:
     from piper_runtime import Job, LossScale
@@ -219,7 +220,10 @@ def _candidates(pp: int, microbatches: int, chunks: int) -> Iterator[tuple[str, 
 
 
 def _recomputation(item: Any) -> Recomputation:
-    return Recomputation(item.keep, _first_layers(item), item.group)
+    """Return a `recompute` as descriptions say it; one inside of modules needs no selection of layers beside these."""
+    inside = all(WITHIN in policy for policy in item.keep.split(BESIDE))
+    every = inside and item.selection == where()
+    return Recomputation(item.keep, None if every else _first_layers(item), item.group)
 
 
 def _offloads(strategy: Strategy, *tensors: str) -> list[Any]:

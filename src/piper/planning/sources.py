@@ -205,24 +205,14 @@ def _library(file: Path, name: str, described: Described, wanted: StepSize) -> P
 
 
 def _warnings(config: models.DecoderConfig, wanted: StepSize, length: int) -> tuple[str, ...]:
-    """Return the sentences about a step of another size than asked for, rows beyond the positions, and windows."""
+    """Return the sentences about a step of another size than asked for, and of rows beyond the positions."""
     said = list(wanted.warnings(length))
     if config.positions == "rotary" and length > config.length:
         said.append(
             f"--length {length:,}: the model has rotary positions for {config.length:,} tokens; time and memory are those "
             f"of longer rows, whose positions are not scaled"
         )
-    if config.window is not None and config.window < length:
-        said.append(
-            f"layers with a window of {config.window:,} tokens compute all scores of {length:,}, as torch's kernels with "
-            f"a mask do; kernels for windows skip about {1 - _part_of_window(config.window, length):.0%} of these"
-        )
     return tuple(said)
-
-
-def _part_of_window(window: int, length: int) -> float:
-    """Return the share of all scores, of every token with every other, that lie in a causal window."""
-    return window * (length - (window - 1) / 2) / length**2
 
 
 def _length(config: models.DecoderConfig, wanted: StepSize) -> int:

@@ -47,6 +47,8 @@ KEY_VALUES = 3
 """The bytes of messages of an element between layers along cp: keys and values, a quarter as wide, go 3 times."""
 HIDDEN = 0.8
 """The part of compute beside which messages of zero=3 may go."""
+CUTS = {True: "tp"}
+"""The axes of a value of `cut` that is not their names."""
 ROUTED = 16
 """The bytes of messages of an element between layers along ep: two experts, to and from them, forward and backward."""
 
@@ -65,6 +67,7 @@ class Scale:
         inside: bytes/s of a device within its node.
         between: bytes/s of a device between nodes.
         per_node: devices of a node.
+        dropless: whether experts take every token; beside ep, tp leaves such an expert whole.
     """
 
     parameters: int
@@ -76,6 +79,7 @@ class Scale:
     inside: float
     between: float
     per_node: int
+    dropless: bool = False
 
     @classmethod
     def of(cls, traced: Traced, tokens: int, cluster: Cluster) -> Scale:
@@ -93,13 +97,16 @@ class Scale:
             links.intra_bandwidth,
             links.inter_bandwidth,
             cluster.per_node,
+            traced.dropless,
         )
 
     def own(self, at: Mapping[str, Any]) -> float:
-        """Return the parameters of a device, if experts have most of them."""
-        return self.parameters / (
-            int(at["tp"]) * int(at["pp"]) * int(at["ep"]) * int(at.get("etp", 1))
-        )
+        """Return the parameters of a device, if experts have most of them: they are cut, folded or whole over tp."""
+        cut = at.get("cut", False)
+        over = ["tp"] if at["ep"] == 1 or not self.dropless else CUTS.get(cut, cut or "").split("+")
+        over = ["tp", "cp"] if at.get("fold", False) else over
+        sharers = prod(int(at.get(axis, 1)) for axis in (*over, "pp", "ep", "etp"))
+        return self.parameters / sharers
 
     def held_bytes(
         self,

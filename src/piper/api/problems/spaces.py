@@ -11,7 +11,7 @@ from piper.api.captures.capturing import traced_job
 from piper.api.ground.clusters import chosen_cluster
 from piper.api.problems.first_candidates import FirstCandidates
 from piper.api.problems.recipe_calls import RecipeCall, schedule_call
-from piper.api.problems.scale import Scale, divisors, powers
+from piper.api.problems.scale import CUTS, Scale, divisors, powers
 from piper.api.problems.space_sizes import AXES, KEPT, TILES, Sizes, SpaceSizes
 from piper.api.problems.tried_values import ORDERS, TriedOfJob, tried_values
 from piper.api.problems.uneven_stages import cut_stages
@@ -49,8 +49,6 @@ FEWER_LATER = ("one_f_one_b", "interleaved", "zb_h1")
 """The recipes of schedules under which the later devices of a pipeline have fewer microbatches in flight."""
 CHUNKED = ("interleaved", "looped_bfs", "interleaved_zb")
 """The schedules with any number of stages of a device."""
-CUTS = {True: "tp"}
-"""The axes of a value of `cut` that is not their names."""
 STATES = ("optim", "grads", "params")
 """The states of `replicate(shard=)`: zero=n shares the first n."""
 

@@ -54,10 +54,13 @@ def ordered(one: Sharding, joints: Iterable[Joint]) -> Sharding:
             f"attention={one.attention!r}: the model has no attention that could be computed so; write it as "
             'F.scaled_dot_product_attention, or use attention="heads"'
         )
-    masked = next((n for n in ops if _named(n).get("mask") is not None), None)
+    masked = next(
+        (n for n in ops if _named(n).get("mask") is not None or _named(n).get("window")), None
+    )
     if one.attention == RING and masked is not None:
+        kind = "a mask" if _named(masked).get("mask") is not None else "a window"
         raise DirectiveError(
-            f'attention="ring": {title(masked)} has a mask, of which each device would need other '
+            f'attention="ring": {title(masked)} has {kind}, of which each device would need other '
             f"columns in each step; "
             'use attention="gather" or "heads"'
         )
@@ -240,9 +243,12 @@ def _ring_gradient(emit: Emitter, named: OpArguments, places: Sequence[LoopPlace
 
 def _gather(emit: Emitter, named: OpArguments, places: Sequence[LoopPlace]) -> list[fx.Node]:
     """Attend to the all-gathered keys, which are in the order of the sequence."""
-    if not named.get("is_causal"):
-        options = named.get("mask"), False, named.get("scale"), bool(named.get("enable_gqa"))
-        both = emit.call(piper.attention.default, *(named[name] for name in "qkv"), *options)
+    if not named.get("is_causal") or named.get("window"):
+        mask, gqa = named.get("mask"), bool(named.get("enable_gqa"))
+        options = mask, bool(named.get("is_causal")), named.get("scale"), gqa
+        both = emit.call(
+            piper.attention.default, *(named[n] for n in "qkv"), *options, *_window(named, places)
+        )
         return [emit.item(both, 0), emit.item(both, 1)]
     steps = _Steps(emit, named, _only(places), _only(places).degree)
     attended = steps.attention(named["q"], steps.keys(named["k"], 0), steps.keys(named["v"], 0), 0)
@@ -259,10 +265,13 @@ def _gather_gradient(
 ) -> list[fx.Node]:
     """Return the gradients of the own queries, and partial sums of the gradients of all keys and values."""
     names = ("grad_out", "q", "k", "v", "out", "logsumexp")
-    if not named.get("is_causal"):
-        options = named.get("mask"), False, named.get("scale")
+    if not named.get("is_causal") or named.get("window"):
+        options = named.get("mask"), bool(named.get("is_causal")), named.get("scale")
         dgrads = emit.call(
-            piper.attention_dgrad.default, *(named[name] for name in names), *options
+            piper.attention_dgrad.default,
+            *(named[name] for name in names),
+            *options,
+            *_window(named, places),
         )
         return [emit.item(dgrads, k) for k in range(3)]
     steps = _Steps(emit, named, _only(places), _only(places).degree)
@@ -285,6 +294,14 @@ def _gather_gradient(
         steps.like(total, "q"),
         *(steps.like(grad, name) for grad, name in zip(grads, "kv", strict=True)),
     ]
+
+
+def _window(named: OpArguments, places: Sequence[LoopPlace]) -> tuple[Any, ...]:
+    """Return the window of queries, if any, with the device's place among its sharers."""
+    if not named.get("window"):
+        return ()
+    place = _only(places)
+    return named["window"], Coordinate(place.axis), place.degree, place.order
 
 
 def _zeros(steps: _Steps, like: fx.Node) -> fx.Node:

@@ -221,6 +221,11 @@ def _complaint(
 
 
 def _near(table: OptionTable, option: str) -> str:
-    """Return the known name that is most like an option's, as words of a message; "" if none is."""
-    near = get_close_matches(option, [name for name in table if "*" not in name], n=1)
+    """Return the known name that is most like an option's, as words of a message; "" if none is.
+
+    An option of the same name in another section goes first.
+    """
+    names = [name for name in table if "*" not in name]
+    alike = [name for name in names if name.rpartition(".")[2] == option.rpartition(".")[2]]
+    near = get_close_matches(option, alike, n=1, cutoff=0) or get_close_matches(option, names, n=1)
     return f", the nearest is {near[0]}" if near else ""

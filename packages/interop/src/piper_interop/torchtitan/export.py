@@ -81,7 +81,8 @@ def _memory_lacks(described: JobDescription) -> Iterator[str]:
     for part in described.recompute:
         if part.keep not in CHECKPOINTING or part.layers is not None or part.group > 1:
             instead = "products/2" if part.keep.startswith("products") else "inputs"
-            yield f"recompute(keep={part.keep!r}) of some layers; the nearest is keep={instead!r} for all layers"
+            of = " of some layers" if part.layers is not None or part.group > 1 else ""
+            yield f"recompute(keep={part.keep!r}){of}; the nearest is keep={instead!r} for all layers"
     if described.optim_on_host and not (described.params_on_host and described.layout.zero):
         yield "an optimizer alone on the host; the nearest has tensors='states' with zero=3"
     if described.offload is not None:

@@ -2,7 +2,7 @@
 
 Kernels and cost models use the same choice. They restate the conditions of torch's own dispatcher
 (torch.nn.attention.SDPBackend), so that the choice is known without the device. On sm90 the kernels of every CUDA
-choice were run.
+choice were run, but FlashAttention with a window was not.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class AttentionCall:
     v: tuple[int, ...]
     masked: bool
     causal: bool
+    windowed: bool = False
 
     @property
     def grouped(self) -> bool:
@@ -62,6 +63,7 @@ def attention_lowering(
     *,
     masked: bool = False,
     is_causal: bool = False,
+    windowed: bool = False,
     capability: tuple[int, int] = (8, 0),
 ) -> Lowering:
     """Return the lowering that piper::attention and piper::attention_dgrad take on a device.
@@ -74,9 +76,10 @@ def attention_lowering(
         v: its shape, likewise.
         masked: whether an attn_mask is given.
         is_causal: whether query i attends to keys 0..i only.
+        windowed: whether it attends to the last ones of these alone.
         capability: the compute capability of the CUDA device.
     """
-    call = AttentionCall(dtype, tuple(q), tuple(k), tuple(v), masked, is_causal)
+    call = AttentionCall(dtype, tuple(q), tuple(k), tuple(v), masked, is_causal, windowed)
     if device == "cpu":
         refusals = {"cpu_flash": _against_cpu_flash(call)}
     elif device == "cuda":
@@ -110,6 +113,8 @@ def _against_cudnn(call: AttentionCall, capability: tuple[int, int]) -> str:
         return f"preferred on sm90 and sm100 only, not on sm{capability[0]}{capability[1]}"
     if call.grouped:
         return "grouped heads"
+    if call.windowed:
+        return "a window"
     if call.q[-1] > 128:
         return f"head_dim {call.q[-1]} above 128"
     if call.k[1] == 1:
@@ -126,7 +131,7 @@ def _against_flash(call: AttentionCall, capability: tuple[int, int]) -> str:
         return "attn_mask"
     if call.q[-1] != call.v[-1] or call.q[-1] % 8 or call.q[-1] > 256:
         return f"head_dims {call.q[-1]}, {call.v[-1]} not equal, a multiple of 8 and at most 256"
-    if call.causal and call.q[1] != call.k[1]:
+    if call.causal and not call.windowed and call.q[1] != call.k[1]:
         # flash aligns a rectangular causal mask bottom right, F.scaled_dot_product_attention top left
         return f"causal with T_q {call.q[1]} != T_k {call.k[1]}"
     return _against_empty(call)

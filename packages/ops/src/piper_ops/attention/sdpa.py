@@ -19,6 +19,7 @@ from piper_ops.attention.sdpa_kernels import (
     BackwardKernel,
     ForwardKernel,
 )
+from piper_ops.attention.windows import in_window
 from piper_ops.ground.errors import UnsupportedVariant
 from piper_ops.ground.library import FLOATS, accumulate_dtype, contiguous_empty, define
 
@@ -31,6 +32,10 @@ def _check(
     is_causal: bool = False,
     _: object = None,
     gqa: bool = False,
+    window: int = 0,
+    place: int = 0,
+    degree: int = 1,
+    order: str = "",
 ) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
@@ -51,6 +56,10 @@ def _check(
         )
     if mask is not None:
         _check_mask(q, k, mask, is_causal)
+    if window and (window < 0 or not is_causal or q.shape[1] * degree != k.shape[1]):
+        raise UnsupportedVariant(
+            f"attention: a window of {window} needs is_causal and as many keys as queries, and is at least 1"
+        )
 
 
 def _check_mask(q: Tensor, k: Tensor, mask: Tensor, is_causal: bool) -> None:
@@ -83,8 +92,9 @@ def additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _kernels(given: AttentionInputs) -> tuple[ForwardKernel, BackwardKernel]:
-    q, k, v, mask, is_causal, _ = given
-    return _chosen(q.device, q.dtype, q.shape, k.shape, v.shape, mask is not None, is_causal)
+    q, k, v, mask, is_causal, _, window, *_ = given
+    masked, windowed = mask is not None, window > 0
+    return _chosen(q.device, q.dtype, q.shape, k.shape, v.shape, masked, is_causal, windowed)
 
 
 @lru_cache(maxsize=256)
@@ -96,13 +106,22 @@ def _chosen(
     v: tuple[int, ...],
     masked: bool,
     causal: bool,
+    windowed: bool,
 ) -> tuple[ForwardKernel, BackwardKernel]:
     """Return the kernels of a call, remembered because choosing costs the host more than a small kernel does."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    choice = attention_lowering(
-        device.type, dtype, q, k, v, masked=masked, is_causal=causal, capability=capability
-    )
-    return KERNELS[choice.name]
+    name = attention_lowering(
+        device.type,
+        dtype,
+        q,
+        k,
+        v,
+        masked=masked,
+        is_causal=causal,
+        windowed=windowed,
+        capability=capability,
+    ).name
+    return in_window(name, *KERNELS[name]) if windowed else KERNELS[name]
 
 
 def _heads_first(tensor: Tensor) -> Tensor:
@@ -114,7 +133,7 @@ def _heads_first(tensor: Tensor) -> Tensor:
 def _for_kernel(given: AttentionInputs, mask: Tensor | None) -> AttentionInputs:
     """Return the inputs of a call as its kernel takes them, with an additive mask."""
     q, k, v = (_heads_first(t) for t in (given.q, given.k, given.v))
-    return AttentionInputs(q, k, v, mask, given.is_causal, given.scale)
+    return given._replace(q=q, k=k, v=v, mask=mask)
 
 
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -131,9 +150,10 @@ def _attention_kernel(
     mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
-    *_: bool,
+    _: bool = False,
+    *window: Any,
 ) -> tuple[Tensor, Tensor]:
-    given = AttentionInputs(q, k, v, mask, is_causal, scale)
+    given = AttentionInputs(q, k, v, mask, is_causal, scale, *window)
     return run_forward(_kernels(given)[0], given)
 
 
@@ -161,8 +181,9 @@ def _dgrad_kernel(
     mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
+    *window: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    given = AttentionInputs(q, k, v, mask, is_causal, scale)
+    given = AttentionInputs(q, k, v, mask, is_causal, scale, *window)
     return run_backward(_kernels(given)[1], grad_out, out, logsumexp, given)
 
 
@@ -184,7 +205,7 @@ def run_backward(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, mask, ctx.is_causal, ctx.scale, _ = inputs
+    q, k, v, mask, ctx.is_causal, ctx.scale, _, *ctx.window = inputs
     if mask is not None and mask.requires_grad:
         raise UnsupportedVariant(
             "attention: attn_mask requires a gradient, which no fused kernel gives on every device; write this "
@@ -200,16 +221,18 @@ def _backward(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     if grad_out is None:
-        return (None,) * 7
+        return (None,) * 11
     q, k, v, out, lse, mask = ctx.saved_tensors
-    gq, gk, gv = attention_dgrad(grad_out, q, k, v, out, lse, mask, ctx.is_causal, ctx.scale)
-    return gq, gk, gv, None, None, None, None
+    options = mask, ctx.is_causal, ctx.scale, *ctx.window
+    return *attention_dgrad(grad_out, q, k, v, out, lse, *options), *(None,) * 8
 
+
+_WINDOW = 'int window=0, int place=0, int degree=1, str order=""'
 
 attention_dgrad = define(
     "attention_dgrad",
     "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, Tensor? mask=None, bool "
-    "is_causal=False, float? scale=None) -> (Tensor, Tensor, Tensor)",
+    f"is_causal=False, float? scale=None, {_WINDOW}) -> (Tensor, Tensor, Tensor)",
     _dgrad_fake,
     _dgrad_kernel,
     direct=True,
@@ -219,7 +242,7 @@ attention_dgrad = define(
 attention = define(
     "attention",
     "(Tensor q, Tensor k, Tensor v, Tensor? mask=None, bool is_causal=False, float? scale=None, bool "
-    "enable_gqa=False) -> (Tensor, Tensor)",
+    f"enable_gqa=False, {_WINDOW}) -> (Tensor, Tensor)",
     _attention_fake,
     _attention_kernel,
     check=_check,
@@ -231,5 +254,7 @@ attention = define(
 
 It returns (out [B, T_q, H, D_v] contiguous, logsumexp [B, H, T_q] in float32 or float64). The mask (bool with True for
 "attend", or additive) broadcasts to [B, H, T_q, T_k] and has no gradient. The scale is D ** -0.5 by default. enable_gqa
-allows H to be a multiple of H_k. Raises UnsupportedVariant.
+allows H to be a multiple of H_k. A causal call may have a window of so many keys, a query's own the last. Then
+devices may share the tokens of queries, `degree` of them, in an order of `piper_ops.attention.context`; they have all
+keys. Raises UnsupportedVariant.
 """

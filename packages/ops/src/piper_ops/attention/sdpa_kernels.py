@@ -37,6 +37,10 @@ class AttentionInputs(NamedTuple):
         mask: says which keys a query attends to.
         is_causal: whether query i attends to keys 0..i only.
         scale: the factor of q k^T; None for head_dim ** -0.5.
+        window: with a causal one, the keys that a query attends to, its own the last; 0 for all before it.
+        place: the device's number among the ones that share the tokens of queries.
+        degree: the number of these devices.
+        order: of their tokens.
     """
 
     q: Tensor
@@ -45,6 +49,10 @@ class AttentionInputs(NamedTuple):
     mask: Tensor | None = None
     is_causal: bool = False
     scale: float | None = None
+    window: int = 0
+    place: int = 0
+    degree: int = 1
+    order: str = ""
 
     @property
     def factor(self) -> float:
@@ -68,7 +76,7 @@ BackwardKernel = Callable[[Tensor, Tensor, Tensor, AttentionInputs], Triple]
 
 def cpu_flash(given: AttentionInputs) -> Pair:
     """Run torch's flash attention for CPU: any float dtype, with or without a mask."""
-    q, k, v, mask, is_causal, _ = given
+    q, k, v, mask, is_causal, *_ = given
     output, lse = _cpu_flash(
         q, k, v, 0.0, is_causal, attn_mask=cpu_mask(mask, q), scale=given.factor
     )
@@ -77,7 +85,7 @@ def cpu_flash(given: AttentionInputs) -> Pair:
 
 def cpu_flash_dgrad(grad: Tensor, out: Tensor, lse: Tensor, given: AttentionInputs) -> Triple:
     """Run the backward of `cpu_flash`."""
-    q, k, v, mask, is_causal, _ = given
+    q, k, v, mask, is_causal, *_ = given
     mask = cpu_mask(mask, q)
     grads: Triple = _cpu_flash_backward(
         grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=given.factor
@@ -93,7 +101,17 @@ def cpu_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def cuda_flash(given: AttentionInputs) -> Pair:
-    """Run FlashAttention-2 as aten ships it: half precision, no mask."""
+    """Run FlashAttention-2 as aten ships it: half precision, no mask.
+
+    Its op with a window takes tokens before heads, and lets the last query attend to the last key.
+    """
+    if given.window:
+        q, k, v = (t.transpose(1, 2) for t in given[:3])
+        sizes, sides = (None, None, q.shape[1], k.shape[1]), _window_sides(given)
+        output, lse = aten._flash_attention_forward(
+            q, k, v, *sizes, 0.0, True, False, scale=given.factor, **sides
+        )[:2]
+        return output.transpose(1, 2), lse
     output, lse = aten._scaled_dot_product_flash_attention(
         given.q, given.k, given.v, 0.0, given.is_causal, False, scale=given.factor
     )[:2]
@@ -102,9 +120,17 @@ def cuda_flash(given: AttentionInputs) -> Pair:
 
 def cuda_flash_dgrad(grad: Tensor, out: Tensor, lse: Tensor, given: AttentionInputs) -> Triple:
     """Run the backward of `cuda_flash`."""
-    q, k, v, _, is_causal, _ = given
+    q, k, v, _, is_causal, *_ = given
     # without dropout these are not read
     seed, offset = (torch.empty(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ()))
+    if given.window:
+        tensors = (t.transpose(1, 2) for t in (grad, q, k, v, out))
+        sizes, sides = (None, None, q.shape[2], k.shape[2]), _window_sides(given)
+        of_window: Triple = aten._flash_attention_backward(
+            *tensors, lse, *sizes, 0.0, True, seed, offset, scale=given.factor, **sides
+        )
+        gq, gk, gv = (t.transpose(1, 2) for t in of_window)
+        return gq, gk, gv
     grads: Triple = aten._scaled_dot_product_flash_attention_backward(
         grad,
         q,
@@ -125,6 +151,11 @@ def cuda_flash_dgrad(grad: Tensor, out: Tensor, lse: Tensor, given: AttentionInp
     return grads
 
 
+def _window_sides(given: AttentionInputs) -> dict[str, int]:
+    """Return how many keys before and behind its own a query attends to, as aten's flash attention takes it."""
+    return {"window_size_left": given.window - 1, "window_size_right": 0}
+
+
 def cuda_cudnn(given: AttentionInputs) -> Pair:
     """Run cuDNN's fused attention: half precision, no mask, no grouped heads."""
     output, lse = aten._scaled_dot_product_cudnn_attention(
@@ -135,7 +166,7 @@ def cuda_cudnn(given: AttentionInputs) -> Pair:
 
 def cuda_cudnn_dgrad(grad: Tensor, out: Tensor, lse: Tensor, given: AttentionInputs) -> Triple:
     """Run the backward of `cuda_cudnn`."""
-    q, k, v, _, is_causal, _ = given
+    q, k, v, _, is_causal, *_ = given
     seed, offset = (
         torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2)
     )  # unread without dropout
@@ -163,7 +194,7 @@ def cuda_cudnn_dgrad(grad: Tensor, out: Tensor, lse: Tensor, given: AttentionInp
 def cuda_efficient(given: AttentionInputs) -> Pair:
     """Run aten's memory-efficient attention: with a mask as bias; grouped heads are repeated."""
     given = given.with_repeated_heads()
-    q, k, v, mask, is_causal, _ = given
+    q, k, v, mask, is_causal, *_ = given
     output, lse = aten._scaled_dot_product_efficient_attention(
         q, k, v, aligned_bias(q, k, mask), True, 0.0, is_causal, scale=given.factor
     )[:2]
@@ -174,7 +205,7 @@ def cuda_efficient_dgrad(grad: Tensor, out: Tensor, lse: Tensor, given: Attentio
     """Run the backward of `cuda_efficient`; gradients of repeated heads are summed."""
     kv_heads = given.k.shape[1]
     given = given.with_repeated_heads()
-    q, k, v, mask, is_causal, _ = given
+    q, k, v, mask, is_causal, *_ = given
     bias = aligned_bias(q, k, mask)
     # padding rows must give exp(score - lse) = 0
     lse = torch.nn.functional.pad(lse, (0, -q.shape[2] % LSE_ALIGNMENT), value=float("inf"))

@@ -35,26 +35,27 @@ class _Attention(torch.autograd.Function):
         is_causal: bool,
         scale: float | None,
         enable_gqa: bool,
+        window: int,
     ) -> Tensor:
-        out, logsumexp = attention(q, k, v, mask, is_causal, scale, enable_gqa)
+        out, logsumexp = attention(q, k, v, mask, is_causal, scale, enable_gqa, window)
         of_heads = sinks.to(logsumexp.dtype).unsqueeze(-1)
         share = torch.sigmoid(logsumexp - of_heads).transpose(1, 2).unsqueeze(-1)
         result: Tensor = (out * share).to(out.dtype)
         logsumexp = torch.logaddexp(logsumexp, of_heads)
-        ctx.is_causal, ctx.scale = is_causal, scale
+        ctx.options = is_causal, scale, window
         ctx.save_for_backward(q, k, v, sinks, result, logsumexp, mask)
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, logsumexp, mask = ctx.saved_tensors
-        gq, gk, gv = attention_dgrad(grad, q, k, v, out, logsumexp, mask, ctx.is_causal, ctx.scale)
+        gq, gk, gv = attention_dgrad(grad, q, k, v, out, logsumexp, mask, *ctx.options)
         grad_sinks = None
         if ctx.needs_input_grad[3]:
             of_heads = sinks.to(logsumexp.dtype).unsqueeze(-1)
             sums = (grad.to(logsumexp.dtype) * out).sum(-1).transpose(1, 2)
             grad_sinks = -(torch.exp(of_heads - logsumexp) * sums).sum((0, 2)).to(sinks.dtype)
-        return gq, gk, gv, grad_sinks, None, None, None, None
+        return gq, gk, gv, grad_sinks, *(None,) * 5
 
 
 def _attention(
@@ -66,6 +67,7 @@ def _attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    window: int = 0,
 ) -> Tensor:
     if sinks.shape != q.shape[2:3] or not sinks.is_floating_point():
         raise UnsupportedVariant(
@@ -74,13 +76,13 @@ def _attention(
         )
     if mask is not None and mask.requires_grad:
         raise UnsupportedVariant("attention: with sinks, attn_mask has no gradient; detach it")
-    result: Tensor = _Attention.apply(q, k, v, sinks, mask, is_causal, scale, enable_gqa)  # type: ignore[no-untyped-call]  # torch's is untyped
+    result: Tensor = _Attention.apply(q, k, v, sinks, mask, is_causal, scale, enable_gqa, window)  # type: ignore[no-untyped-call]  # torch's is untyped
     return result
 
 
 LIBRARY.define(
     "attention_with_sinks(Tensor q, Tensor k, Tensor v, Tensor sinks, Tensor? mask=None, bool is_causal=False, "
-    "float? scale=None, bool enable_gqa=False) -> Tensor"
+    "float? scale=None, bool enable_gqa=False, int window=0) -> Tensor"
 )
 LIBRARY.impl("attention_with_sinks", _attention, "CompositeImplicitAutograd")
 attention_with_sinks: torch._ops.OpOverload = torch.ops.piper.attention_with_sinks.default

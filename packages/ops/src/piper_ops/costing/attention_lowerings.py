@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from piper_ops.attention import sdpa
-from piper_ops.attention.lowering import LoweringName, attention_lowering
+from piper_ops.attention.lowering import Lowering, LoweringName, attention_lowering
 from piper_ops.costing.costs import call_of
 from piper_ops.costing.registry import Call
 from piper_ops.float8.products import float8_mm
@@ -37,23 +35,25 @@ def is_written_on_cpu(
     if op not in (sdpa.attention, sdpa.attention_dgrad):
         return False
     call = call_of(op, args_meta, out_meta, kwargs_meta or {})
-    mask, causal = call.args["mask"] is not None, call.args["is_causal"]
-    here = attention_lowering("cpu", *taken_shapes(call), masked=mask, is_causal=causal)
-    return here.fallback and "math" not in cuda_lowerings(call)
+    return lowering_of(call, "cpu").fallback and "math" not in cuda_lowerings(call)
 
 
-def taken_shapes(call: Call) -> tuple[torch.dtype, torch.Size, torch.Size, torch.Size]:
-    """Return the dtype and the shapes of q, k and v of a call of attention."""
+def lowering_of(call: Call, device: str, capability: tuple[int, int] = (8, 0)) -> Lowering:
+    """Return the lowering that a call of attention takes on a device."""
     q, k, v = (call.tensor(name) for name in "qkv")
-    return q.dtype, q.shape, k.shape, v.shape
+    return attention_lowering(
+        device,
+        q.dtype,
+        q.shape,
+        k.shape,
+        v.shape,
+        masked=call.args["mask"] is not None,
+        is_causal=call.args["is_causal"],
+        windowed=call.args["window"] > 0,
+        capability=capability,
+    )
 
 
 def cuda_lowerings(call: Call) -> set[LoweringName]:
     """Return the lowerings that a call of attention takes on CUDA devices of any capability."""
-    mask, causal = call.args["mask"] is not None, call.args["is_causal"]
-    return {
-        attention_lowering(
-            "cuda", *taken_shapes(call), masked=mask, is_causal=causal, capability=c
-        ).name
-        for c in CAPABILITIES
-    }
+    return {lowering_of(call, "cuda", capability).name for capability in CAPABILITIES}

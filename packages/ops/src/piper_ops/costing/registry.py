@@ -107,19 +107,26 @@ def attention_flops(call: Call) -> int:
     """Return 4 B H T_q T_k D: q k^T and p v are 2 B H T_q T_k D each.
 
     The source is FlashAttention-2 (arXiv 2307.08691, section 4.1). A causal call counts half, as flash kernels skip the
-    rest; the model FLOPs of a MFU take no such discount. The softmax is not counted, nor a mask, which skips no work. A
-    v of another head_dim D_v gives 2 B H T_q T_k (D + D_v).
+    rest; the model FLOPs of a MFU take no such discount. With a window, the scores in it count. The softmax is not
+    counted, nor a mask, which skips no work. A v of another head_dim D_v gives 2 B H T_q T_k (D + D_v).
     """
-    batch, heads, queries, keys, dim = attention_dims(call)
-    full = 2 * batch * heads * queries * keys * (dim + call.tensor("v").shape[3])
-    return full // 2 if call.args["is_causal"] else full
+    batch, heads, *_, dim = attention_dims(call)
+    return batch * heads * _scores(call) * (dim + call.tensor("v").shape[3])
+
+
+def _scores(call: Call) -> int:
+    """Return twice the number of a head's scores; of queries that several devices share, the mean."""
+    _, _, queries, keys, _ = attention_dims(call)
+    if not call.args["is_causal"]:
+        return 2 * queries * keys
+    window = min(call.args["window"] or keys, keys)
+    return queries * window * (2 * keys - window) // keys
 
 
 def attention_dgrad_flops(call: Call) -> int:
     """Return 2.5 times the forward's FLOPs: q k^T, dO v^T, p^T dO, ds k, ds^T q against two matmuls (same source)."""
-    batch, heads, queries, keys, dim = attention_dims(call)
-    full = 2 * batch * heads * queries * keys * (3 * dim + 2 * call.tensor("v").shape[3])
-    return full // 2 if call.args["is_causal"] else full
+    batch, heads, *_, dim = attention_dims(call)
+    return batch * heads * _scores(call) * (3 * dim + 2 * call.tensor("v").shape[3])
 
 
 def _per_element(name: str, count: Callable[[Call], int]) -> Callable[[Call], int]:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from piper_ops.attention import context, sdpa
-from piper_ops.attention.lowering import LoweringName, attention_lowering
+from piper_ops.attention.lowering import LoweringName
 from piper_ops.attention.sdpa_kernels import (
     KERNELS,
     LSE_ALIGNMENT,
@@ -31,7 +31,8 @@ from piper_ops.attention.sdpa_kernels import (
     aligned_bias,
     cpu_mask,
 )
-from piper_ops.costing.attention_lowerings import cuda_lowerings, taken_shapes
+from piper_ops.attention.windows import in_window
+from piper_ops.costing.attention_lowerings import cuda_lowerings, lowering_of
 from piper_ops.costing.costs import call_of
 from piper_ops.costing.registry import Call
 from piper_ops.experts import experts, rounds
@@ -88,9 +89,7 @@ def cpu_workspace(
 
 def _attention_on_cpu(call: Call) -> int:
     """Count the mask, copies, and a second logsumexp, since the kernel gives it with the heads innermost."""
-    mask, causal = call.args["mask"] is not None, call.args["is_causal"]
-    chosen = attention_lowering("cpu", *taken_shapes(call), masked=mask, is_causal=causal)
-    return _math(call) if chosen.fallback else _around(call, _Fused("cpu_flash"))
+    return _math(call) if lowering_of(call, "cpu").fallback else _around(call, _Fused("cpu_flash"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +98,12 @@ class _Fused:
 
     Attributes:
         name: the kernel.
-        own: bytes of its workspace beside its bias.
     """
 
     name: LoweringName
-    own: int = 0
 
     def forward(self, given: AttentionInputs) -> tuple[Tensor, Tensor]:
-        inside = self._inside(given)
+        inside = self._inside(given, 0)
         out = self._result(given.q, self.name != "cuda_efficient", given.v.shape[3])
         logsumexp = self._logsumexp(given.q)
         del inside
@@ -115,7 +112,7 @@ class _Fused:
     def backward(
         self, grad: Tensor, out: Tensor, lse: Tensor, given: AttentionInputs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        inside = self._inside(given)
+        inside = self._inside(given, _fused_dgrad(given, self.name))
         gq, gk, gv = (
             self._result(t, self.name in ("cuda_flash", "cuda_cudnn"), t.shape[3])
             for t in (given.q, given.k, given.v)
@@ -123,10 +120,11 @@ class _Fused:
         del inside
         return gq, gk, gv
 
-    def _inside(self, given: AttentionInputs) -> tuple[Tensor | None, Tensor]:
+    def _inside(self, given: AttentionInputs, own: int) -> tuple[Tensor | None, Tensor]:
+        """Return the kernel's bias, and so many bytes of workspace beside it."""
         q, k, _, mask, *_ = given
         bias = aligned_bias(q, k, mask) if self.name == "cuda_efficient" else cpu_mask(mask, q)
-        return bias, q.new_empty(self.own, dtype=torch.uint8)
+        return bias, q.new_empty(own, dtype=torch.uint8)
 
     def _logsumexp(self, q: Tensor) -> Tensor:
         """Return a tensor [batch, heads, tokens]; a CPU's has the heads innermost in memory."""
@@ -150,12 +148,15 @@ def _around(call: Call, kernel: _Fused) -> int:
     """Count the workspace of an attention op and its kernel by running them on meta tensors."""
     key = kernel, *call.args, *map(_form, call.args.values())
     if key not in _BYTES_INSIDE:
-        _BYTES_INSIDE[key] = _run(call, kernel.forward, kernel.backward)
+        _BYTES_INSIDE[key] = _run(call, kernel.name, kernel.forward, kernel.backward)
     return _BYTES_INSIDE[key]
 
 
-def _run(call: Call, forward: ForwardKernel, backward: BackwardKernel) -> int:
+def _run(call: Call, name: LoweringName, forward: ForwardKernel, backward: BackwardKernel) -> int:
     given = AttentionInputs(*(_on_meta(call.args[name]) for name in AttentionInputs._fields))
+    if given.window:  # of devices that share tokens, the last one's windows have the most keys
+        forward, backward = in_window(name, forward, backward)
+        given = given._replace(place=given.degree - 1)
     if "grad_out" not in call.args:
         return peak_bytes_inside(sdpa.run_forward, forward, given)
     tensors = (_on_meta(call.args[name]) for name in ("grad_out", "out", "logsumexp"))
@@ -319,27 +320,16 @@ def _in_slices(logits: Tensor, always: int, row: int, more: int = 0) -> Workspac
 
 
 def _attention(call: Call) -> Workspace:
-    """Count the mask of fused kernels and copies around them; they hold nothing else worth counting."""
-    return Workspace(
-        _most(call, lambda name: _math(call) if name == "math" else _around(call, _Fused(name)))
+    """Count the mask of fused kernels, copies around them, and the workspace of a gradient."""
+    of_lowerings = (
+        _math(call) if name == "math" else _around(call, _Fused(name))
+        for name in cuda_lowerings(call)
     )
+    return Workspace(max(of_lowerings))
 
 
-def _attention_dgrad(call: Call) -> Workspace:
-    def of(name: LoweringName) -> int:
-        return (
-            _math(call) if name == "math" else _around(call, _Fused(name, _fused_dgrad(call, name)))
-        )
-
-    return Workspace(_most(call, of))
-
-
-def _most(call: Call, of: Callable[[LoweringName], int]) -> int:
-    return max(of(name) for name in cuda_lowerings(call))
-
-
-def _fused_dgrad(call: Call, name: LoweringName) -> int:
-    """Return the bytes of a fused attention backward's workspace.
+def _fused_dgrad(given: AttentionInputs, name: LoweringName) -> int:
+    """Return the bytes of a fused attention backward's workspace; it has none on a CPU.
 
     FlashAttention-2 sums the gradient of the queries in float32, beside a float32 per row (torch's flash_api.cpp:
     dq_accum and softmax_d, of lengths rounded up to 128 and head_dims to 32 or 64). The efficient kernel does so in
@@ -351,14 +341,14 @@ def _fused_dgrad(call: Call, name: LoweringName) -> int:
     all three gradients in float32 (an H200, cuDNN 9.19, 8 heads of 64, 256 tokens: of the 6,144 bytes per token by
     this, 6,104 with 4 and with 8 sequences, at most 4,100 with 2; benchmarks/measured/gpu-h200.json).
     """
-    q, k, v = (call.tensor(name) for name in "qkv")
-    batch, queries, heads, dim = q.shape
-    item, rows = q.element_size(), batch * heads
-    repeated = (
-        batch * k.shape[1] * heads * (k.shape[3] + v.shape[3]) * item if heads != k.shape[2] else 0
-    )
+    q, k, v, *_ = given
+    batch, heads, queries, dim = q.shape
+    item, rows, keys = q.element_size(), batch * heads, k.shape[2]
+    repeated = rows * keys * (dim + v.shape[3]) * item if heads != k.shape[1] else 0
+    if name == "cpu_flash":
+        return 0
     if name == "cuda_cudnn":
-        return 4 * rows * (queries * dim + k.shape[1] * (dim + v.shape[3]))
+        return 4 * rows * (queries * dim + keys * (dim + v.shape[3]))
     if name == "cuda_flash":
         return 4 * rows * _up(queries, 128) * (_up(dim, 32 if dim <= 128 else 64) + 1) + repeated
     summed = 4 * rows * queries * (v.shape[3] if item == 4 else dim)
@@ -371,7 +361,7 @@ def _up(size: int, multiple: int) -> int:
 
 def _math(call: Call) -> int:
     """Count the workspace of attention written out in Python by running it on meta tensors."""
-    return _run(call, *KERNELS["math"])
+    return _run(call, "math", *KERNELS["math"])
 
 
 def _on_meta(value: Any) -> Any:
@@ -444,7 +434,7 @@ _RULES: dict[torch._ops.OpOverload, Callable[[Call], Workspace | None]] = {
     vocabulary.embedding_part_dgrad: _embedding_part_dgrad,
     context.context_merge: _context_merge,
     sdpa.attention: _attention,
-    sdpa.attention_dgrad: _attention_dgrad,
+    sdpa.attention_dgrad: _attention,
     float8_cast: _float8_cast,
     float8_mm: _float8_mm,
     **{op: _rms_norm for op in (norms.rms_norm, norms.rms_norm_dgrad, norms.rms_norm_wgrad)},
