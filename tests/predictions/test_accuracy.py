@@ -98,7 +98,11 @@ def test_later_runs_of_a_fitted_stack_are_predicted_within_its_interval() -> Non
 
 @each_case(
     ("table", "cases"),
-    [("llm_foundry_h100.csv", "*-13b-2048-*"), ("nemo_2025.csv", "gb200-405b-256")],
+    [
+        ("llm_foundry_h100.csv", "*-13b-2048-*"),
+        ("nemo_2025.csv", "gb200-405b-256"),
+        ("zero_bubble.csv", "*-6.2B-interleaved-m24"),
+    ],
 )
 def test_runs_that_were_not_fitted_are_predicted_as_well(table: str, cases: str) -> None:
     rows = read_rows(Path(__file__).parents[2] / "benchmarks/published" / table, cases)

@@ -8,6 +8,7 @@ from piper_ir.program.program import Cost, Kernel
 from piper_simulator import load_cluster
 from piper_simulator.cluster.stacks import GENERAL, STACKS
 from piper_simulator.durations.kernels import (
+    TAIL,
     by_kind,
     filled,
     launched,
@@ -43,26 +44,29 @@ def moving(nbytes: int, kind: str = "elementwise", count: int = 1) -> Kernel:
     return Kernel(kind, (), "bfloat16", 0, nbytes, count)  # type: ignore[arg-type]  # a kind by name
 
 
-def test_tiles_come_in_waves() -> None:
-    """132 SMs: as many tiles fill one wave; one more needs a second, which is almost empty."""
-    assert filled((132 * 128, 128, 64), 132) == 1.0
-    assert filled((133 * 128, 128, 64), 132) == pytest.approx(133 / 264)
+def test_tiles_come_in_waves_and_a_tail() -> None:
+    """132 SMs: as many tiles fill one wave, and then there is the tail."""
+    whole = 1 / (1 + TAIL)
+    assert filled((132 * 128, 128, 64), 132) == pytest.approx(whole)
+    assert filled((133 * 128, 128, 64), 132) == pytest.approx(133 / (133 + 132 * TAIL)), "no step"
     assert filled((66 * 128, 128, 64), 132) == 0.5, "half of the SMs have nothing to do"
-    assert filled((2, 66 * 128, 128, 64), 132) == 1.0, "two products side by side"
-    assert filled((132 * 128 - 64, 128, 64), 132) == pytest.approx(131.5 / 132), (
+    assert filled((2, 66 * 128, 128, 64), 132) == pytest.approx(whole), "two products side by side"
+    assert filled((132 * 128 - 64, 128, 64), 132) == pytest.approx(whole * 131.5 / 132), (
         "a tile that is not full takes as long"
     )
 
 
 def test_a_sum_takes_whole_steps_of_k() -> None:
-    assert [filled((132 * 128, 128, k), 132) for k in (32, 48, 64, 33)] == [1.0, 0.75, 1.0, 33 / 64]
+    of_k = [filled((66 * 128, 128, k), 132) for k in (32, 48, 64, 33)]
+    assert of_k == [0.5, 0.375, 0.5, 33 / 128]
     assert filled((0, 128, 64), 132) == 1.0 and filled((7, 7, 7), 0) == 1.0, "no work, no SMs known"
 
 
 def test_a_matrix_product_reaches_what_was_measured_at_best() -> None:
-    """MAMF 794.5 of 989 TFLOP/s; 8192 x 8192 in tiles of 128 x 256 are 15.5 waves."""
+    """MAMF 794.5 of 989 TFLOP/s; 8192 x 8192 in tiles of 128 x 128 are 31 waves and their tail."""
     peak = MATMUL.flops / by_kind(EAGER, MATMUL, backward=False)
-    assert peak == pytest.approx(794.5e12 * (2048 / 132) / 16, rel=1e-3)
+    waves = 4096 / 132
+    assert peak == pytest.approx(794.5e12 * waves / (waves + TAIL), rel=1e-3)
     assert plain(H100, MATMUL) == pytest.approx(MATMUL.flops / 794.5e12, rel=1e-3)
     thin = replace(MATMUL, dims=(8192, 8192, 32), flops=2 * 8192 * 8192 * 32)
     nbytes = thin.bytes / (3.35e12 * 0.90)
