@@ -230,9 +230,15 @@ def read_software(path: Path, bases: Mapping[str, Stack]) -> Stack:
     return read_stack(path.stem, _FILE(written, where), ATTENTION_KERNELS, where, bases)
 
 
-SOFTWARE: Mapping[str, Stack] = {
-    path.stem: read_software(path, GENERAL) for path in sorted(SOFTWARE_FOLDER.glob("*.toml"))
-}
+def _all_software() -> dict[str, Stack]:
+    """Return the stacks of the folder by name; one may be based on another whose name is earlier."""
+    found: dict[str, Stack] = {}
+    for path in sorted(SOFTWARE_FOLDER.glob("*.toml"), key=lambda path: path.stem):
+        found[path.stem] = read_software(path, {**GENERAL, **found})
+    return found
+
+
+SOFTWARE: Mapping[str, Stack] = _all_software()
 """The stacks with constants, by name."""
 STACKS: Mapping[str, Stack] = {**GENERAL, **SOFTWARE}
 
