@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import piper
+from piper import models
 from piper.api.ground.results import new_folder
 from piper.api.problems.fixed_trial import FixedTrial
 from piper.cli.options import searchers
@@ -33,6 +35,18 @@ def tuned(**arguments: Any) -> Any:
         lambda trial: STRATEGY,
         **{"cluster": "h100x2", "trials": 1, "workers": 0} | arguments,
     )
+
+
+def compiled(**arguments: Any) -> Any:
+    return piper.compile(PROGRAM, STRATEGY, **arguments)
+
+
+def decoder(**fields: Any) -> Any:
+    return models.DecoderConfig(**{"layers": 2, "width": 8, "heads": 2, "hidden": 4} | fields)
+
+
+def experts(**fields: Any) -> Any:
+    return models.Experts(**{"number": 4, "top_k": 1, "hidden": 4} | fields)
 
 
 CALLS: list[tuple[Callable[[], object], type[PiperError], str]] = [
@@ -104,6 +118,26 @@ CALLS: list[tuple[Callable[[], object], type[PiperError], str]] = [
         PlanError,
         "no argument 'cluser'; did you mean 'cluster'",
     ),
+    (
+        lambda: ANY.execute(PLAN, steps=1),
+        JobError,
+        "a Plan stands here; the result of piper.compile",
+    ),
+    (lambda: compiled(options={"fuse": True}), PiperError, "the options are a dict; piper.Options"),
+    (
+        lambda: ANY.Options(recv_ahead="2"),
+        PiperError,
+        r"recv_ahead='2'\): an integer of at least 0",
+    ),
+    (lambda: ANY.Options(device="tpu"), PiperError, r"device='tpu'\): 'cpu', 'cuda' or ''"),
+    (lambda: ANY.tag(torch.nn.ReLU(), {"...": 0}), PiperError, r"tag '\.\.\.': 0 stands here"),
+    (lambda: decoder(latent={"kv_rank": 2}), JobError, r"latent=.*: piper\.models\.Latent or None"),
+    (lambda: decoder(experts={"number": 2}), JobError, r"experts=.*: piper\.models\.Experts or"),
+    (lambda: decoder(head=2), JobError, "no argument 'head'; did you mean 'heads'"),
+    (lambda: experts(capacity_factor="1"), JobError, r"capacity_factor='1'\): a positive number"),
+    (lambda: experts(clamp="7"), JobError, r"clamp='7'\): a positive number"),
+    (lambda: experts(scale="1"), JobError, r"scale='1'\): a number from 0 on"),
+    (lambda: experts(hiden=2), JobError, "no argument 'hiden'; did you mean 'hidden'"),
     (lambda: ANY.compare(1, 2), PlanError, r"compare: a int was given; two results of piper\.why"),
     (lambda: tuned(trial=1), TuneError, "no argument 'trial'; did you mean 'trials'"),
     (lambda: tuned(timeout_s="5"), TuneError, r"tune\(timeout_s='5'\): seconds above 0"),

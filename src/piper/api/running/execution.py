@@ -199,6 +199,10 @@ def execute(
     Raises JobError, ExecutionError (rank, node, instruction, peer), HangError, NonFiniteLossError, MissingPackageError,
     and FormatError for a checkpoint that was changed.
     """
+    if not isinstance(compiled, Compiled):
+        raise JobError(
+            f"execute: a {type(compiled).__name__} stands here; the result of piper.compile is needed"
+        )
     if launcher == "emulated":
         from piper.api.running.emulation import emulate
 
