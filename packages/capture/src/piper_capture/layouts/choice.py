@@ -114,7 +114,8 @@ class _Claim:
 
     @property
     def nests(self) -> tuple[Nested, ...]:
-        return (*self.weights, *self.stream, *self.inside)
+        """Return the indexes, each once: tokens are in weights, too, where a chunk with a table of positions is alone."""
+        return tuple(dict.fromkeys((*self.weights, *self.stream, *self.inside)))
 
     def halved(self, nest: Nested) -> bool:
         """Return whether each device has two blocks of a nest, in zigzag order."""
