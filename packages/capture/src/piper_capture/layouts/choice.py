@@ -293,6 +293,7 @@ def _check_zigzag(nest: Nested, claims: Sequence[_Claim], size: int) -> None:
     instead += [f'{context.degree} can with order="blocks"'] * (
         steps_of(nest, context.degree * others) is not None
     )
+    instead = instead or [f"a multiple of {2 * context.degree * others} tokens would be accepted"]
     raise DirectiveError(
         f"{size} tokens cannot be shared by {context.degree} devices along {context.over}{beside} in zigzag order, "
         f"of which each has two blocks; {', '.join(instead)}"
