@@ -11,17 +11,25 @@ import pytest
 import torch
 
 import piper
-from piper import models
+from piper import models, recipes
 from piper.api.ground.results import new_folder
 from piper.api.problems.fixed_trial import FixedTrial
 from piper.cli.options import searchers
-from piper_ir.ground.errors import ClusterError, JobError, PiperError, PlanError, TuneError
+from piper_ir.ground.errors import (
+    ClusterError,
+    DirectiveError,
+    JobError,
+    PiperError,
+    PlanError,
+    TuneError,
+)
 from tests.helpers.cases import each_case
 from tests.helpers.command_line import command, fails
 
 PROGRAM = piper.synthetic(stages=2, F=1.0, I=1.0, W=1.0, params=64)
 STRATEGY = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=2))
-PLAN = piper.compile(PROGRAM, STRATEGY).plan
+COMPILED = piper.compile(PROGRAM, STRATEGY)
+PLAN = COMPILED.plan
 H100 = piper.load_cluster("h100x2")
 HUGE = 10**400
 MANY = "9" * 5000
@@ -35,6 +43,10 @@ def tuned(**arguments: Any) -> Any:
         lambda trial: STRATEGY,
         **{"cluster": "h100x2", "trials": 1, "workers": 0} | arguments,
     )
+
+
+def gpipe(**arguments: Any) -> Any:
+    return recipes.gpipe(**arguments)
 
 
 def compiled(**arguments: Any) -> Any:
@@ -122,6 +134,22 @@ CALLS: list[tuple[Callable[[], object], type[PiperError], str]] = [
         lambda: ANY.execute(PLAN, steps=1),
         JobError,
         "a Plan stands here; the result of piper.compile",
+    ),
+    (lambda: ANY.execute(COMPILED, 3, steps=1), JobError, "a int stands in place of a piper.Job"),
+    (lambda: ANY.simulate(COMPILED, H100), PlanError, r"simulate: a Compiled stands .*\.plan is"),
+    (lambda: ANY.why(None, H100), PlanError, "why: a NoneType stands here"),
+    (lambda: ANY.save_strategy(3, "x"), DirectiveError, "save_strategy: a int stands here"),
+    (lambda: models.hugging_face(ANY), JobError, "hugging_face: .*; a DecoderConfig is needed"),
+    (lambda: recipes.gpipe(pp=2), DirectiveError, "gpipe: microbatches=, or rows= of a microbatch"),
+    (
+        lambda: gpipe(microbatch=2),
+        DirectiveError,
+        "'microbatch'; it takes pp, microbatches, at, rows",
+    ),
+    (
+        lambda: recipes.scheduled([], microbatches=1),
+        DirectiveError,
+        "scheduled: 'no action' stands",
     ),
     (lambda: compiled(options={"fuse": True}), PiperError, "the options are a dict; piper.Options"),
     (

@@ -15,6 +15,7 @@ from piper_compiler.directives import (
     split,
     split_backward,
 )
+from piper_ir.ground.errors import DirectiveError
 from piper_ir.ground.select import Where, where
 
 
@@ -27,6 +28,10 @@ def scheduled(
     split for the microbatches that have an I.
     """
     actions = [a for slots in orders for slot in slots for a in slot]
+    if wrong := [a for a in actions if not isinstance(a, Action)] or ["no action"] * (not actions):
+        raise DirectiveError(
+            f"scheduled: {wrong[0]!r} stands in the orders; slots of Action(stage, phase, mb) are needed"
+        )
     stages = 1 + max(a.stage for a in actions)
     directives: list[Directive] = [
         partition(stages=stages, at=at),
