@@ -149,7 +149,7 @@ CALLS: list[tuple[Callable[[], object], type[PiperError], str]] = [
     (
         lambda: recipes.scheduled([], microbatches=1),
         DirectiveError,
-        "scheduled: 'no action' stands",
+        "scheduled: None stands",
     ),
     (lambda: compiled(options={"fuse": True}), PiperError, "the options are a dict; piper.Options"),
     (

@@ -28,9 +28,10 @@ def scheduled(
     split for the microbatches that have an I.
     """
     actions = [a for slots in orders for slot in slots for a in slot]
-    if wrong := [a for a in actions if not isinstance(a, Action)] or ["no action"] * (not actions):
+    wrong = next((a for a in actions if not isinstance(a, Action)), None)
+    if wrong is not None or not actions:
         raise DirectiveError(
-            f"scheduled: {wrong[0]!r} stands in the orders; slots of Action(stage, phase, mb) are needed"
+            f"scheduled: {wrong!r} stands in the orders; slots of Action(stage, phase, mb) are needed"
         )
     stages = 1 + max(a.stage for a in actions)
     directives: list[Directive] = [
