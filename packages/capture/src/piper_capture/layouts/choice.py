@@ -114,7 +114,7 @@ class _Claim:
 
     @property
     def nests(self) -> tuple[Nested, ...]:
-        """Return the indexes, each once: tokens are in weights, too, where a chunk with a table of positions is alone."""
+        """Return the indexes, each once: in a chunk that is alone, weights may have the tokens, too."""
         return tuple(dict.fromkeys((*self.weights, *self.stream, *self.inside)))
 
     def halved(self, nest: Nested) -> bool:

@@ -370,7 +370,7 @@ def is_state(chunk: Chunk, port: str) -> bool:
 
 
 def check_plan(call: str, plan: object) -> None:
-    """Raise PlanError, in the name of a `call`, for what is no plan."""
+    """Raise PlanError, in the name of a `call`, for an argument that is no plan."""
     if not isinstance(plan, Plan):
         raise PlanError(
             f"{call}: a {type(plan).__name__} stands here; the plan of piper.compile(...).plan is needed"
