@@ -8,18 +8,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import piper
+from piper import models, recipes
 from piper.api.ground.results import new_folder
 from piper.api.problems.fixed_trial import FixedTrial
 from piper.cli.options import searchers
-from piper_ir.ground.errors import ClusterError, JobError, PiperError, PlanError, TuneError
+from piper_ir.ground.errors import (
+    ClusterError,
+    DirectiveError,
+    JobError,
+    PiperError,
+    PlanError,
+    TuneError,
+)
 from tests.helpers.cases import each_case
 from tests.helpers.command_line import command, fails
 
 PROGRAM = piper.synthetic(stages=2, F=1.0, I=1.0, W=1.0, params=64)
 STRATEGY = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=2))
-PLAN = piper.compile(PROGRAM, STRATEGY).plan
+COMPILED = piper.compile(PROGRAM, STRATEGY)
+PLAN = COMPILED.plan
 H100 = piper.load_cluster("h100x2")
 HUGE = 10**400
 MANY = "9" * 5000
@@ -33,6 +43,22 @@ def tuned(**arguments: Any) -> Any:
         lambda trial: STRATEGY,
         **{"cluster": "h100x2", "trials": 1, "workers": 0} | arguments,
     )
+
+
+def gpipe(**arguments: Any) -> Any:
+    return recipes.gpipe(**arguments)
+
+
+def compiled(**arguments: Any) -> Any:
+    return piper.compile(PROGRAM, STRATEGY, **arguments)
+
+
+def decoder(**fields: Any) -> Any:
+    return models.DecoderConfig(**{"layers": 2, "width": 8, "heads": 2, "hidden": 4} | fields)
+
+
+def experts(**fields: Any) -> Any:
+    return models.Experts(**{"number": 4, "top_k": 1, "hidden": 4} | fields)
 
 
 CALLS: list[tuple[Callable[[], object], type[PiperError], str]] = [
@@ -104,6 +130,42 @@ CALLS: list[tuple[Callable[[], object], type[PiperError], str]] = [
         PlanError,
         "no argument 'cluser'; did you mean 'cluster'",
     ),
+    (
+        lambda: ANY.execute(PLAN, steps=1),
+        JobError,
+        "a Plan stands here; the result of piper.compile",
+    ),
+    (lambda: ANY.execute(COMPILED, 3, steps=1), JobError, "a int stands in place of a piper.Job"),
+    (lambda: ANY.simulate(COMPILED, H100), PlanError, r"simulate: a Compiled stands .*\.plan is"),
+    (lambda: ANY.why(None, H100), PlanError, "why: a NoneType stands here"),
+    (lambda: ANY.save_strategy(3, "x"), DirectiveError, "save_strategy: a int stands here"),
+    (lambda: models.hugging_face(ANY), JobError, "hugging_face: .*; a DecoderConfig is needed"),
+    (lambda: recipes.gpipe(pp=2), DirectiveError, "gpipe: microbatches=, or rows= of a microbatch"),
+    (
+        lambda: gpipe(microbatch=2),
+        DirectiveError,
+        "'microbatch'; it takes pp, microbatches, at, rows",
+    ),
+    (
+        lambda: recipes.scheduled([], microbatches=1),
+        DirectiveError,
+        "scheduled: None stands",
+    ),
+    (lambda: compiled(options={"fuse": True}), PiperError, "the options are a dict; piper.Options"),
+    (
+        lambda: ANY.Options(recv_ahead="2"),
+        PiperError,
+        r"recv_ahead='2'\): an integer of at least 0",
+    ),
+    (lambda: ANY.Options(device="tpu"), PiperError, r"device='tpu'\): 'cpu', 'cuda' or ''"),
+    (lambda: ANY.tag(torch.nn.ReLU(), {"...": 0}), PiperError, r"tag '\.\.\.': 0 stands here"),
+    (lambda: decoder(latent={"kv_rank": 2}), JobError, r"latent=.*: piper\.models\.Latent or None"),
+    (lambda: decoder(experts={"number": 2}), JobError, r"experts=.*: piper\.models\.Experts or"),
+    (lambda: decoder(head=2), JobError, "no argument 'head'; did you mean 'heads'"),
+    (lambda: experts(capacity_factor="1"), JobError, r"capacity_factor='1'\): a positive number"),
+    (lambda: experts(clamp="7"), JobError, r"clamp='7'\): a positive number"),
+    (lambda: experts(scale="1"), JobError, r"scale='1'\): a number from 0 on"),
+    (lambda: experts(hiden=2), JobError, "no argument 'hiden'; did you mean 'hidden'"),
     (lambda: ANY.compare(1, 2), PlanError, r"compare: a int was given; two results of piper\.why"),
     (lambda: tuned(trial=1), TuneError, "no argument 'trial'; did you mean 'trials'"),
     (lambda: tuned(timeout_s="5"), TuneError, r"tune\(timeout_s='5'\): seconds above 0"),

@@ -238,6 +238,15 @@ TOKENS = piper.shard(where(), over="cp", index="tokens")
         ),
         ("gpt_untied", Mesh(cp=5), TOKENS, "8 tokens cannot be shared by 5 devices"),
         (
+            "gpt_untied",
+            Mesh(cp=2, tp=8),
+            (
+                piper.shard(where(), stream="tokens"),
+                piper.shard(where(), over="cp", index="tokens", order="zigzag"),
+            ),
+            "each has two blocks; a multiple of 32 tokens would be accepted",
+        ),
+        (
             "opaque",
             PAIR,
             piper.shard(where(), stream="tokens"),

@@ -127,6 +127,18 @@ def test_axes_that_experts_cannot_be_over_are_refused(
         compiled("2", mesh, directive, over=over)
 
 
+def test_more_devices_share_tokens_than_a_microbatch_has_rows() -> None:
+    """Experts with a capacity exchange [experts, rows, ...], which devices do not share by tokens."""
+    sizes = dict(layers=1, width=16, heads=4, hidden=16, vocab=16, length=8)
+    mixture = models.Experts(number=4, top_k=1, hidden=8, capacity_factor=1.25)
+    made = models.job(models.DecoderConfig(**sizes, experts=mixture), global_batch=2)
+    experts = recipes.expert_parallel()
+    strategy = Strategy(
+        Mesh(tp=4, ep=2), [*experts, SEQUENCE, *recipes.data_parallel(over=("ep",))]
+    )
+    assert verify_strategy(made, strategy, steps=1).equal
+
+
 def test_experts_with_a_capacity_are_over_one_axis() -> None:
     config = replace(
         DECODERS["Mixtral"], experts=replace(DECODERS["Mixtral"].experts, capacity_factor=1.0)

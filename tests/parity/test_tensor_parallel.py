@@ -6,13 +6,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import piper
 from piper import Mesh, recipes
+from piper.api.reference.verification import verify_strategy
+from piper.models.jobs import random_tokens
 from piper_compiler import Strategy
 from piper_ir.ground.errors import DirectiveError, PlanError
 from piper_ir.ground.select import where
@@ -121,6 +126,31 @@ def test_tokens_that_do_not_divide_are_named() -> None:
         DirectiveError, match=r"shard: 8 tokens cannot be shared by 3 devices \(tp=3\); 2 can"
     ):
         shared_jobs.compiled("llama", Mesh(tp=3), [], stream="tokens")
+
+
+class Positions(nn.Module):
+    """A model without layers: one chunk, in which the tokens are a dimension of a parameter, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(9, 6), nn.Parameter(torch.randn(8, 6))
+        self.head = nn.Linear(6, 9)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        scores: Tensor = self.head((self.tokens(tokens) + self.places).tanh())
+        return scores
+
+
+def test_tokens_that_a_parameter_has_are_shared_once() -> None:
+    def sgd(named: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for _, p in named], lr=0.1)
+
+    def loss(scores: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+    job = piper.Job(Positions, partial(random_tokens, 9, 8), loss, sgd, global_batch=2)
+    strategy = Strategy(Mesh(tp=4), recipes.tensor_parallel(sequence=True))
+    assert verify_strategy(job, strategy, steps=2).equal
 
 
 @pytest.mark.long

@@ -13,6 +13,8 @@ from piper.models.decoder_attention import Attention, LatentAttention, windowed,
 from piper.models.decoder_config import DecoderFields
 from piper.models.mixture import ExpertLayer
 from piper.models.parts import FeedForward, norm_of, rotary, start
+from piper_ir.ground.errors import JobError
+from piper_ir.ground.keywords import checked_fields
 
 
 class DecoderBlock(nn.Module):
@@ -215,6 +217,7 @@ class Decoder(nn.Module):
         return logits if cap is None else cap * (logits / cap).tanh()
 
 
+@checked_fields(JobError)
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(DecoderFields):
     """Describe a decoder that can be built; its fields stand in `DecoderFields`."""

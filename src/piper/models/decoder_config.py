@@ -13,6 +13,7 @@ from typing import Any, Literal, Self, get_args
 
 from piper.models.parts import Activation, check_multiple, check_sizes
 from piper_ir.ground.errors import JobError
+from piper_ir.ground.keywords import checked_fields
 
 Norm = Literal["rmsnorm", "layernorm"]
 Norms = Literal["before", "sandwich", "after"]
@@ -22,6 +23,7 @@ Written = Literal["fused", "math"]
 Score = Literal["softmax", "sigmoid"]
 
 
+@checked_fields(JobError)
 @dataclass(frozen=True, kw_only=True)
 class Latent:
     """Hold the sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
@@ -48,6 +50,7 @@ class Latent:
         check_multiple(self, "rope_dim", self.rope_dim, "the pair", 2)
 
 
+@checked_fields(JobError)
 @dataclass(frozen=True, kw_only=True)
 class Experts:
     """Hold the sizes of a mixture of experts.
@@ -114,13 +117,13 @@ class Experts:
 
     def _check_numbers(self) -> None:
         factor, shared = self.capacity_factor, self.shared_hidden
-        if factor is not None and not factor > 0:
+        if factor is not None and not (_is_number(factor) and factor > 0):
             raise JobError(
                 f"Experts(capacity_factor={factor!r}): a positive number is needed, or None for a dropless mixture"
             )
         if isinstance(shared, bool) or not isinstance(shared, int) or shared < 0:
             raise JobError(f"Experts(shared_hidden={shared!r}): an integer from 0 on is needed")
-        if self.clamp is not None and not self.clamp > 0:
+        if self.clamp is not None and not (_is_number(self.clamp) and self.clamp > 0):
             raise JobError(
                 f"Experts(clamp={self.clamp!r}): a positive number is needed, such as 7.0, or None"
             )
@@ -132,7 +135,7 @@ class Experts:
             )
         for name in ("scale", "balance"):
             value = getattr(self, name)
-            if not 0 <= value < math.inf:
+            if not (_is_number(value) and 0 <= value < math.inf):
                 raise JobError(
                     f"Experts({name}={value!r}): a number from 0 on is needed, such as 0.001"
                 )
@@ -279,6 +282,11 @@ class DecoderFields:
     mtp_weight: float = 0.3
 
     def __post_init__(self) -> None:
+        for name, kind in (("latent", Latent), ("experts", Experts)):
+            if (value := getattr(self, name)) is not None and not isinstance(value, kind):
+                raise JobError(
+                    f"DecoderConfig({name}={value!r}): piper.models.{kind.__name__} or None is needed"
+                )
         sizes = ("layers", "width", "heads", "hidden", "vocab", "length", "parallel_norms")
         check_sizes(self, **{name: getattr(self, name) for name in sizes}, kv_heads=self.key_heads)
         check_multiple(self, "heads", self.heads, "kv_heads", self.key_heads)

@@ -18,6 +18,10 @@ def hugging_face(config: DecoderConfig) -> dict[str, RenameTarget]:
     Phi-3, a mixture of experts the ones of Mixtral, Qwen2-MoE and Qwen3-MoE. The sizes of `config` must be the sizes of
     the weights. Raises JobError for an encoder.
     """
+    if not isinstance(config, DecoderConfig):
+        raise JobError(
+            f"hugging_face: {config!r} stands here; a DecoderConfig is needed, such as piper.models.preset(...)"
+        )
     if not config.causal:
         raise JobError("hugging_face: weights of an encoder have no names here; start without them")
     if config.positions == "learned":

@@ -104,6 +104,12 @@ class Options:
         for name in ("fuse", "cuda_graph"):
             if type(value := getattr(self, name)) is not bool:
                 raise CompileError(f"Options({name}={value!r}): True or False is accepted")
+        if type(self.recv_ahead) is not int or self.recv_ahead < 0:
+            raise CompileError(
+                f"Options(recv_ahead={self.recv_ahead!r}): an integer of at least 0 is needed"
+            )
+        if self.device not in get_args(DeviceType):
+            raise CompileError(f"Options(device={self.device!r}): 'cpu', 'cuda' or '' is accepted")
 
 
 def kernel_source(name: str) -> KernelSource:

@@ -200,6 +200,10 @@ def _directive(data: Any, where: str) -> Directive:
 
 def save_strategy(strategy: Strategy, path: str | Path) -> None:
     """Write a strategy as JSON; raise OutputError when the file cannot be written."""
+    if not isinstance(strategy, Strategy):
+        raise DirectiveError(
+            f"save_strategy: a {type(strategy).__name__} stands here; a piper.Strategy is needed"
+        )
     try:
         write_whole(Path(path), strategy.dumps())
     except OSError as e:

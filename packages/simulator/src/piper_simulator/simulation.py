@@ -16,7 +16,7 @@ from piper_ir.ground.errors import PlanError
 from piper_ir.ground.keywords import checked_call
 from piper_ir.ground.limits import MOST_STEP_INSTRUCTIONS, most
 from piper_ir.ground.trace import MemSample, Span, Trace
-from piper_ir.plan.plan import Plan, RolePlan
+from piper_ir.plan.plan import Plan, RolePlan, check_plan
 from piper_ir.program.costs import Costs
 from piper_ir.tools import Brief, no_garbage_collection, size_text, time_text
 from piper_simulator.cluster.cluster import Cluster
@@ -253,6 +253,7 @@ def simulate(
     for a stream that takes more SMs than its devices have; PlanError for a deadlock, for steps < 1, and for a load that
     cannot be.
     """
+    check_plan("simulate", plan)
     if type(steps) is not int or steps < 1:
         raise PlanError(f"simulate(steps={steps!r}): at least one step is needed, as an integer")
     instructions = sum(len(role.program) for role in plan.roles)

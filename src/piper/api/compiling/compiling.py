@@ -150,6 +150,10 @@ def compile(
             f"compile: the strategy is a {type(strategy).__name__}; a piper.Strategy is needed (call a function of "
             f"a trial first)"
         )
+    if options is not None and not isinstance(options, Options):
+        raise CompileError(
+            f"compile: the options are a {type(options).__name__}; piper.Options is needed"
+        )
     _check_rows(strategy, global_batch if isinstance(source, Program) else source)
     kernels = options.kernels if options is not None else "eager"
     if isinstance(source, Program):

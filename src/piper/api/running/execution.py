@@ -199,6 +199,10 @@ def execute(
     Raises JobError, ExecutionError (rank, node, instruction, peer), HangError, NonFiniteLossError, MissingPackageError,
     and FormatError for a checkpoint that was changed.
     """
+    if not isinstance(compiled, Compiled):
+        raise JobError(
+            f"execute: a {type(compiled).__name__} stands here; the result of piper.compile is needed"
+        )
     if launcher == "emulated":
         from piper.api.running.emulation import emulate
 
@@ -243,7 +247,11 @@ def execute(
 
 def runnable_job(compiled: Compiled, job: Job | None) -> Job:
     """Return the job to run; raise JobError when a compiled strategy has no code to run."""
+    from piper_runtime import Job
+
     chosen = job or compiled.job
+    if chosen is not None and not isinstance(chosen, Job):
+        raise JobError(f"execute: a {type(chosen).__name__} stands in place of a piper.Job")
     if chosen is None or compiled.code is None:
         raise JobError(
             "execute: this was compiled from a Program, which has no code and no data; compile a "

@@ -114,7 +114,8 @@ class _Claim:
 
     @property
     def nests(self) -> tuple[Nested, ...]:
-        return (*self.weights, *self.stream, *self.inside)
+        """Return the indexes, each once: in a chunk that is alone, weights may have the tokens, too."""
+        return tuple(dict.fromkeys((*self.weights, *self.stream, *self.inside)))
 
     def halved(self, nest: Nested) -> bool:
         """Return whether each device has two blocks of a nest, in zigzag order."""
@@ -292,6 +293,7 @@ def _check_zigzag(nest: Nested, claims: Sequence[_Claim], size: int) -> None:
     instead += [f'{context.degree} can with order="blocks"'] * (
         steps_of(nest, context.degree * others) is not None
     )
+    instead = instead or [f"a multiple of {2 * context.degree * others} tokens would be accepted"]
     raise DirectiveError(
         f"{size} tokens cannot be shared by {context.degree} devices along {context.over}{beside} in zigzag order, "
         f"of which each has two blocks; {', '.join(instead)}"

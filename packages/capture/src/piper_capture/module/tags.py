@@ -82,6 +82,10 @@ def tag(model: nn.Module, patterns: Mapping[str, Mapping[str, int | str]]) -> nn
     """
     modules = {name: module for name, module in model.named_modules() if name}
     for pattern, settings in patterns.items():
+        if not isinstance(settings, Mapping):
+            raise SelectorError(
+                f"tag {pattern!r}: {settings!r} stands here; coordinates are needed, such as dict(stage=0)"
+            )
         coords: Any = {key: value for key, value in settings.items() if key != replacements.REPLACE}
         _check_coords(pattern, coords)
         if pattern == REST:

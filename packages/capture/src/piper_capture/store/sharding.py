@@ -120,6 +120,12 @@ def _split(
             elif chunk.code in joints:
                 agreed = with_flat(Agreed(), chunk, flat, experts.tokens)
                 joints[chunk.code] = with_flat_tokens(joints[chunk.code], agreed)
+    if experts is not None:  # what devices exchange has no tokens, and need not divide as they do
+        for chunk in captured.program.chunks:
+            if chunk.code in joints:
+                given, made = experts.dispatch(chunk).exchanged
+                joint = joints[chunk.code]
+                joints[chunk.code] = replace(joint, exchanged_inputs=given, exchanged_outputs=made)
     ids = {c.code: c.id for c in reversed(captured.program.chunks)}
     asked = tuple(ordered(one, joints.values()) if one.context else one for one in asked)
     for one in asked:

@@ -130,7 +130,17 @@ def sized(make: Callable[P, Directives]) -> SizedRecipe[P]:
                 f"{make.__name__}(rows={rows!r}, microbatches={arguments['microbatches']!r}): give one of both; rows "
                 f"are those of a microbatch on one rank"
             )
-        bound = inspect.signature(make).bind_partial(*args, **arguments).arguments
+        try:
+            bound = inspect.signature(make).bind_partial(*args, **arguments).arguments
+        except TypeError as problem:
+            takes = ", ".join((*parameters, "rows"))
+            raise DirectiveError(f"{make.__name__}: {problem}; it takes {takes}") from None
+        asked = parameters.get("microbatches")
+        needed = asked is not None and asked.default is inspect.Parameter.empty
+        if rows is None and needed and "microbatches" not in bound:
+            raise DirectiveError(
+                f"{make.__name__}: microbatches=, or rows= of a microbatch on one rank, is needed"
+            )
         if rows is None and ("pp" in bound or "pp" not in parameters):
             return make(*args, **arguments)
         return (SizedLater(make, bound, rows, call_site()),)

@@ -15,6 +15,7 @@ from piper_compiler.directives import (
     split,
     split_backward,
 )
+from piper_ir.ground.errors import DirectiveError
 from piper_ir.ground.select import Where, where
 
 
@@ -27,6 +28,11 @@ def scheduled(
     split for the microbatches that have an I.
     """
     actions = [a for slots in orders for slot in slots for a in slot]
+    wrong = next((a for a in actions if not isinstance(a, Action)), None)
+    if wrong is not None or not actions:
+        raise DirectiveError(
+            f"scheduled: {wrong!r} stands in the orders; slots of Action(stage, phase, mb) are needed"
+        )
     stages = 1 + max(a.stage for a in actions)
     directives: list[Directive] = [
         partition(stages=stages, at=at),

@@ -24,6 +24,7 @@ from functools import cached_property
 from typing import Literal, cast
 
 from piper_ir.ground.content import content_key
+from piper_ir.ground.errors import PlanError
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.sizes import TensorSpec, bind
 from piper_ir.plan.instr_table import InstrTable, Kinds
@@ -366,3 +367,11 @@ def inside_channel(axis: str, role: str) -> str:
 def is_state(chunk: Chunk, port: str) -> bool:
     """Return whether a port of the chunk is a parameter or buffer (a State) and not a Value."""
     return port.startswith("in") and chunk.inputs[int(port[2:])].kind in ("param", "buffer")
+
+
+def check_plan(call: str, plan: object) -> None:
+    """Raise PlanError, in the name of a `call`, for an argument that is no plan."""
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            f"{call}: a {type(plan).__name__} stands here; the plan of piper.compile(...).plan is needed"
+        )

@@ -12,7 +12,7 @@ from piper_ir.fold.memory import peak
 from piper_ir.ground.errors import PlanError
 from piper_ir.ground.keywords import checked_call
 from piper_ir.ground.trace import Source
-from piper_ir.plan.plan import Plan
+from piper_ir.plan.plan import Plan, check_plan
 from piper_ir.program.costs import Costs
 from piper_ir.tools import no_garbage_collection
 from piper_simulator.cluster.cluster import Cluster
@@ -220,6 +220,7 @@ def why(
     seed: int = 0,
 ) -> Why:
     """Explain the step of a plan; arguments and errors are as in `simulate`, `draws` and `seed` as in `interval`."""
+    check_plan("why", plan)
     if type(draws) is not int or draws < 1:
         raise PlanError(f"why(draws={draws!r}): at least one draw is needed, as an integer")
     with no_garbage_collection():
