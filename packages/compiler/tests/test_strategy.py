@@ -246,5 +246,7 @@ def test_sizes_of_recipes_that_do_not_go_together() -> None:
         sized(recipes.gpipe(rows=1), global_batch=25)
     with pytest.raises(DirectiveError, match=r"rows=True.*an integer"):
         sized(recipes.gpipe(rows=True))
-    with pytest.raises(TypeError, match="chunks"):
+    with pytest.raises(
+        DirectiveError, match="gpipe: .*chunks.*; it takes pp, microbatches, at, rows"
+    ):
         recipes.gpipe(rows=1, chunks=2)
