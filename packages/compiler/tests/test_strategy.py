@@ -247,6 +247,6 @@ def test_sizes_of_recipes_that_do_not_go_together() -> None:
     with pytest.raises(DirectiveError, match=r"rows=True.*an integer"):
         sized(recipes.gpipe(rows=True))
     with pytest.raises(
-        DirectiveError, match="gpipe: .*chunks.*; it takes pp, microbatches, at, rows"
+        DirectiveError, match=r"gpipe: .*chunks.*; it takes pp, microbatches, at, rows"
     ):
         recipes.gpipe(rows=1, chunks=2)
