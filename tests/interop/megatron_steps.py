@@ -89,7 +89,9 @@ def jobs(
 
 
 def spread(quotients: Sequence[float]) -> str:
-    """Return the median of numbers, and the middle half of them."""
+    """Return the median of numbers, and the middle half of them; of fewer than two, that there are too few."""
+    if len(quotients) < 2:
+        return "too few for a spread"
     low, middle, high = statistics.quantiles(quotients, n=4)
     return f"median x {middle:.2f}, half of them x {low:.2f} to {high:.2f}"
 

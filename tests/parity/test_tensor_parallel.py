@@ -129,7 +129,7 @@ def test_tokens_that_do_not_divide_are_named() -> None:
 
 
 class Positions(nn.Module):
-    """A model without layers: one chunk, in which the tokens are a dimension of a parameter, too."""
+    """The model is one chunk without layers, and a parameter (the positions) has the tokens as a dimension, too."""
 
     def __init__(self) -> None:
         super().__init__()

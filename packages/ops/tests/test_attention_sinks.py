@@ -17,7 +17,7 @@ ROWS, HEADS, DIM = 2, 4, 16
 
 
 def window(tokens: int, width: int) -> Tensor:
-    """Return the mask in which each query reads its own key and the width - 1 before it."""
+    """Return a causal mask [tokens, tokens]: a query attends to its own key and the width - 1 keys before it."""
     return torch.ones(tokens, tokens, dtype=torch.bool).tril().triu(1 - width)
 
 

@@ -41,7 +41,10 @@ def away(found: Any, wanted: Any) -> float:
 @each_case("window", [1, 5, 200, TOKENS - 1, TOKENS, 10 * TOKENS])
 @each_case(("kv_heads", "values"), [(4, DIM), (2, DIM), (4, 6)])
 def test_it_equals_a_mask(window: int, kv_heads: int, values: int) -> None:
-    """In one block and several, of grouped heads, and where no kernel is fused; a window too large is none."""
+    """A window computes the same as its mask, in one block and in several, with grouped heads, fused and unfused.
+
+    A window larger than the sequence is plain causal attention.
+    """
     q, k, v = drawn(TOKENS, HEADS), drawn(TOKENS, kv_heads), drawn(TOKENS, kv_heads, values)
     leaves = [t.requires_grad_() for t in (q, k, v)]
     grad = drawn(TOKENS, HEADS, values)
@@ -132,7 +135,7 @@ def test_flash_on_cuda_skips_keys_itself() -> None:
     ("dtype", "loose"), [(torch.bfloat16, 3e-2), (torch.float32, 5e-6), (torch.float64, 1e-12)]
 )
 def test_it_equals_a_mask_on_cuda(dtype: torch.dtype, loose: float) -> None:
-    """By FlashAttention, by the efficient kernel in blocks, and written out in blocks."""
+    """The dtypes choose FlashAttention, the efficient kernel in blocks, and attention written out in blocks."""
     drawn_on = [drawn(TOKENS, heads, 32, dtype).cuda() for heads in (HEADS, 2, 2, HEADS)]
     results = []
     for wide, options in (
