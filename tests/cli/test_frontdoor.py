@@ -98,9 +98,10 @@ def test_refusals() -> None:
         piper.compile(MLP(), strategy)
     with pytest.raises(CompileError, match="a Job has its own"):
         piper.compile(job(), strategy, global_batch=8)
-    told = piper.Strategy(piper.Mesh(), piper.recipes.gpipe(rows=2), global_batch=12)
-    with pytest.raises(CompileError, match=r"Strategy\(global_batch=12\): a step has 24 rows"):
-        piper.compile(job(), told)
+    for size in ({"rows": 2}, {"microbatches": 2}):
+        told = piper.Strategy(piper.Mesh(), piper.recipes.gpipe(**size), global_batch=12)
+        with pytest.raises(CompileError, match=r"Strategy\(global_batch=12\): a step has 24 rows"):
+            piper.compile(job(), told)
     compiled = piper.compile(job(), strategy)
     with pytest.raises(ExecutionError, match=r"'mpi' is not known; use \"ray\".*\"processes\""):
         piper.execute(compiled, steps=1, launcher="mpi")

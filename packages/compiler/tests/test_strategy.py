@@ -23,9 +23,16 @@ from piper_compiler import (
     shard,
     split,
     stream,
+    synthetic,
 )
 from piper_ir.graph.graph import Graph
-from piper_ir.ground.errors import DirectiveError, FormatError, OutputError, SelectorError
+from piper_ir.ground.errors import (
+    CompileError,
+    DirectiveError,
+    FormatError,
+    OutputError,
+    SelectorError,
+)
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.select import ANY, NONE, where
 from tests.helpers.cases import each_case
@@ -233,6 +240,19 @@ def test_recipes_take_sizes_from_the_strategy() -> None:
     plain = Strategy(Mesh(pp=2), recipes.pipeline(pp=2, microbatches=3))
     assert Strategy(Mesh(pp=2), recipes.pipeline(rows=1), global_batch=3) == plain
     assert type(recipes.expert_parallel()) is tuple
+
+
+def test_a_strategy_for_other_rows_than_those_of_a_step_is_refused() -> None:
+    """Also as a search has it, which writes down the answers of a trial."""
+    program = synthetic(stages=2, F=1, I=1, W=1)
+    made = Strategy(Mesh(pp=2), recipes.gpipe(microbatches=2), global_batch=8).with_params({"x": 1})
+    assert compile_program(program, made, global_batch=8).plan.rows == 4
+    with pytest.raises(
+        CompileError, match=r"global_batch=8\): a step has 16 rows; .* leave it out"
+    ):
+        compile_program(program, made, global_batch=16)
+    with pytest.raises(DirectiveError, match=r"global_batch='8'\): an integer"):
+        Strategy(Mesh(), global_batch="8")  # type: ignore[arg-type]  # on purpose
 
 
 def test_sizes_of_recipes_that_do_not_go_together() -> None:

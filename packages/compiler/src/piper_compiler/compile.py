@@ -112,6 +112,7 @@ def compiled(request: CompileRequest) -> Lowered:
 
 def completed(request: CompileRequest) -> tuple[Graph, int]:
     """Run the passes up to a complete graph; return it, and the rows of a microbatch on a rank."""
+    request.strategy.check_step(request.global_batch)
     with no_garbage_collection():
         program, told = request.program, 0
         if request.at_rows is not None and request.options.kernels == "eager":

@@ -32,7 +32,7 @@ class Strategy:
         directives: in the order in which they are applied, or one alone; nested tuples and lists are flattened.
         params: for the record, the values that a function of a trial chose when it made this strategy; equality ignores
             them.
-        global_batch: the rows of a step that its microbatches were made for; None if they are no function of it.
+        global_batch: the rows of a step that it is for; a job or a Program with other rows is refused.
     """
 
     mesh: Mesh
@@ -52,6 +52,11 @@ class Strategy:
             raise DirectiveError(
                 f"Strategy: the first argument is {type(mesh).__name__}; a Mesh is expected, e.g. Mesh(pp=2)"
             )
+        if global_batch is not None and (type(global_batch) is not int or global_batch < 1):
+            raise DirectiveError(
+                f"Strategy(global_batch={global_batch!r}): an integer of at least 1 is needed, the rows of a step; "
+                f"write Strategy(..., global_batch=job.global_batch)"
+            )
         object.__setattr__(self, "mesh", mesh)
         items = tuple(_flatten(directives if isinstance(directives, Iterable) else [directives]))
         object.__setattr__(self, "directives", items)
@@ -63,8 +68,7 @@ class Strategy:
                 for item in items
             ]
             object.__setattr__(self, "directives", tuple(_flatten(whole)))
-        by_rows = any(isinstance(item, SizedLater) and item.rows is not None for item in items)
-        object.__setattr__(self, "global_batch", global_batch if by_rows else None)
+        object.__setattr__(self, "global_batch", global_batch)
         object.__setattr__(self, "params", dict(params or {}))
 
     @property
@@ -89,7 +93,17 @@ class Strategy:
                 raise DirectiveError(
                     f"Strategy.params[{name!r}] is {value!r}; JSON holds numbers, text, true, false and null"
                 )
-        return Strategy(self.mesh, self.directives, params=params)
+        return Strategy(self.mesh, self.directives, params=params, global_batch=self.global_batch)
+
+    def check_step(self, rows: int | None) -> None:
+        """Raise CompileError if a step has other rows than the strategy says; None if they are not known."""
+        told = self.global_batch
+        if None not in (told, rows) and told != rows:
+            raise CompileError(
+                f"Strategy(global_batch={told}): a step has {rows} rows; the same number is accepted, of which recipes "
+                f"make microbatches of their `rows`; write Strategy(..., global_batch=job.global_batch), or leave it "
+                f"out if no recipe has `rows`"
+            )
 
     def dumps(self) -> str:
         """Return the strategy as JSON."""

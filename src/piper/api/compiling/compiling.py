@@ -154,7 +154,7 @@ def compile(
         raise CompileError(
             f"compile: the options are a {type(options).__name__}; piper.Options is needed"
         )
-    _check_rows(strategy, global_batch if isinstance(source, Program) else source)
+    strategy.check_step(getattr(source, "global_batch", global_batch))
     kernels = options.kernels if options is not None else "eager"
     if isinstance(source, Program):
         if kernels != "eager":
@@ -229,16 +229,6 @@ class Trained:
     spec: OptimizerSpec
     training: Training
     request: CaptureRequest
-
-
-def _check_rows(strategy: Strategy, step: Job | int | None) -> None:
-    """Raise CompileError if a strategy has made microbatches of some rows for another step than that of the job."""
-    told, rows = strategy.global_batch, getattr(step, "global_batch", step)
-    if told is not None and rows is not None and told != rows:
-        raise CompileError(
-            f"Strategy(global_batch={told}): a step has {rows} rows, so that microbatches would not have the `rows` of "
-            f"the recipe; write Strategy(..., global_batch=job.global_batch)"
-        )
 
 
 def trained_job(
