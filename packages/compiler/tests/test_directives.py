@@ -70,6 +70,18 @@ def test_the_call_site_is_the_line_that_wrote_the_directive() -> None:
     assert f"test_directives.py:{line}: " in message
 
 
+def test_wrong_arguments_are_told_with_the_line_that_wrote_them() -> None:
+    line = sys._getframe().f_lineno + 2
+    with pytest.raises(DirectiveError) as missing:
+        split(microbatches=2)  # type: ignore[call-arg]  # refused
+    where_written = f"at test_directives.py:{line}: "
+    assert f"split(microbatches=2) {where_written}the selection is missing" in str(missing.value)
+    with pytest.raises(DirectiveError, match="did you mean 'microbatches'"):
+        split(where(), microbatch=2)  # type: ignore[call-arg]  # refused
+    with pytest.raises(DirectiveError, match=r"split\(selection, microbatches\) at .*: missing"):
+        split(where())  # type: ignore[call-arg]  # refused
+
+
 def stages(*numbers: int | None) -> Program:
     """One layered program whose layers also carry these stages (None: none)."""
     program = layered(len(numbers))

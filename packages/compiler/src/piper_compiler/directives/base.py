@@ -19,14 +19,18 @@ directive takes no longer for more microbatches; `Graph.select` gives a node per
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import field, fields
+from functools import wraps
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from piper_ir.graph.graph import Graph, Node
 from piper_ir.ground.errors import DirectiveError
+from piper_ir.ground.keywords import call_problem
 from piper_ir.ground.select import Where
 
 _HERE = Path(__file__).parent.parent
@@ -69,7 +73,31 @@ def directive(cls: C) -> C:
             f"two directives are called {cls.__name__}: in {known.__module__} and {cls.__module__}; rename one"
         )
     REGISTRY[cls.__name__] = cls
+    if "__init__" in vars(cls):
+        setattr(cls, "__init__", _checked(cls, vars(cls)["__init__"]))  # noqa: B010 - mypy refuses to assign to a method
     return cls
+
+
+def _checked(cls: type, constructor: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor that raises DirectiveError for missing or unknown arguments.
+
+    The file of `piper_ir.ground.keywords.checked_fields` would be the `call_site` of a directive.
+    """
+    signature = inspect.signature(constructor)
+
+    @wraps(constructor)
+    def init(self: object, *args: object, **given: object) -> None:
+        problem = call_problem(written(cls), signature, (self, *args), given)
+        if problem is None:
+            constructor(self, *args, **given)
+            return
+        call, _, text = problem.partition(": ")
+        if text.endswith("argument: 'selection'"):
+            call = f"{written(cls)}({', '.join(f'{k}={v!r}' for k, v in given.items())})"
+            text = "the selection is missing; where() is accepted, for all, or a part, such as where(stage=0)"
+        raise DirectiveError(f"{call} at {call_site()}: {text}")
+
+    return init
 
 
 def as_names(given: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from typing import ParamSpec, TypeVar
 
@@ -22,11 +22,9 @@ def checked_call(error: type[PiperError]) -> Callable[[Callable[P, T]], Callable
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            try:
-                signature.bind(*args, **kwargs)
-            except TypeError as problem:
-                names = [n for n in signature.parameters if n != "self"]
-                raise error(_text(function, names, kwargs, problem)) from None
+            problem = call_problem(function.__qualname__, signature, args, kwargs)
+            if problem is not None:
+                raise error(problem)
             return function(*args, **kwargs)
 
         return call
@@ -63,12 +61,17 @@ def meant(word: str, known: Collection[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"accepted are {', '.join(known)}"
 
 
-def _text(
-    function: Callable[..., object], names: list[str], given: Collection[str], problem: TypeError
-) -> str:
-    name = function.__qualname__
+def call_problem(
+    name: str, signature: inspect.Signature, args: Collection[object], given: Mapping[str, object]
+) -> str | None:
+    """Return the problem with the arguments of a call of `name`; None if its signature takes them."""
     try:
-        check_keywords(name, given, names, PiperError)
-    except PiperError as unknown:
-        return str(unknown)
-    return f"{name}({', '.join(names)}): {problem}"
+        signature.bind(*args, **given)
+    except TypeError as problem:
+        names = [n for n in signature.parameters if n not in ("self", "site")]
+        try:
+            check_keywords(name, given, names, PiperError)
+        except PiperError as unknown:
+            return str(unknown)
+        return f"{name}({', '.join(names)}): {problem}"
+    return None
