@@ -134,6 +134,12 @@ class TestPartition:
             1,
         ]
 
+    @each_case("second", [partition(stages=2, at=(1,)), partition(stages=4)])
+    def test_4_agrees_with_an_earlier_partition(self, second: partition) -> None:
+        first = partition(stages=2, units="layers")
+        message = refused(4, second, first, says="has made 2 stages already; give its arguments")
+        assert f"{describe(first)} at test_directives.py:" in message and "tagged" not in message
+
     def test_5_before_place(self) -> None:
         everything = place(where(), on=dict(pp=0))
         refused(5, partition(stages=2), everything, says="write partition before place")

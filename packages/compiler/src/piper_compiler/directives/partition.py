@@ -197,7 +197,19 @@ class Partition:
                 "module of the model takes the stage of what it reads",
                 tuple(without),
             )
-        if present != list(range(self.stages)):
+        agrees = present == list(range(self.stages))
+        if (agrees and self.at == "even") or any("stage" in c.coords for c in graph.program.chunks):
+            earlier = None  # the stages are tags of the model
+        else:
+            earlier = next((a for a in graph.log if a.text.startswith("partition(")), None)
+        if earlier is not None:
+            raise fail(
+                self,
+                4,
+                f"{earlier.text} at {earlier.site} has made {len(present)} stages already; give its arguments and these "
+                f"to one partition: a recipe that comes after one takes its stages, without at= and for as many",
+            )
+        if not agrees:
             raise fail(
                 self,
                 4,
