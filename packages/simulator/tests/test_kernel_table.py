@@ -99,6 +99,21 @@ def test_a_shape_between_its_neighbours() -> None:
     assert table.find(matmul(128, 256, 64), simple).how == "formula", "too wide to be a neighbour"
 
 
+def test_a_shape_of_attention_is_that_of_full_attention() -> None:
+    """A window of 128 of 4096 keys is found by its FLOPs; MLA, whose values are narrower than its keys, by its shape."""
+    dims, dtype = (1, 8, 4096, 4096, 192), "bfloat16"
+    full = row(dims, 1e-3, kind="attention")
+    for op, keys, values in (("attention", 1, 1), ("attention_dgrad", 3, 2)):
+        latent = 8 * 4096 * 4096 * (keys * 192 + values * 128)
+        near = latent * 128 * (2 * 4096 - 128) // 4096**2
+        mla, windowed = (Kernel("attention", dims, dtype, f, 1000, op=op) for f in (latent, near))
+        table = KernelTable((full,))
+        assert table.find(mla, simple).how == "table"
+        assert table.find(windowed, simple) == Found(simple(windowed), "formula")
+        measured = row((near,), 1e-4, "flops", "attention")
+        assert KernelTable((full, measured)).find(windowed, simple) == Found(1e-4, "table")
+
+
 def test_an_operators_rows_come_before_those_of_its_kind() -> None:
     table = KernelTable(
         (

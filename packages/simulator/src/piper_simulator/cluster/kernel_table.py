@@ -8,7 +8,8 @@
                    the nearest
     formula        nothing near was measured
 
-Neighbours of a shape have every dimension within a factor of REACH of its own. Nothing else is extrapolated. The last
+Neighbours of a shape have every dimension within a factor of REACH of its own. Nothing else is extrapolated. Attention
+in a window is looked up by its FLOPs, not by its shape, which is that of full attention, too. The last
 two count as formulas, and a prediction says how much of it they are. A cluster file has a row per kernel:
 
     [[kernel]]
@@ -48,6 +49,8 @@ from piper_simulator.cluster.checks import (
 from piper_simulator.cluster.stacks import KINDS
 
 REACH = 2.0
+WINDOW = 2 / 3
+"""The fraction of causal attention's FLOPs below which attention has a window; all of MLA's are at least 5 / 6."""
 How = Literal["table", "interpolated", "scaled", "formula"]
 SOURCES: Mapping[How, Source] = {
     "table": "table",
@@ -227,10 +230,25 @@ def _look(
 
 
 def _size(kernel: Kernel, axis: SizeAxis) -> Size:
-    """Return a kernel's size on an axis; empty if it has none."""
+    """Return a kernel's size on an axis; empty if it has none, or if its shape does not tell its work."""
+    if axis == "shape" and _in_window(kernel):
+        return ()
     dims = kernel.dims if axis == "shape" else (kernel.bytes if axis == "bytes" else kernel.flops,)
     size = tuple(bind(d, 0) for d in dims)
     return size if all(size) else ()
+
+
+def _in_window(kernel: Kernel) -> bool:
+    """Return whether attention leaves out so much that a window is its reason, which its shape does not tell.
+
+    Causal attention has 2 FLOPs for each query, key and dimension, its backward 5 (FlashAttention-2, arXiv 2307.08691,
+    section 4.1). Values with fewer dimensions than keys leave out at most a half of the forward's, and in MLA a sixth.
+    """
+    if kernel.kind != "attention" or len(kernel.dims) not in SHAPES["attention"]:
+        return False
+    products = 5 if kernel.op.endswith(("dgrad", "backward")) else 2
+    causal = products * prod(bind(d, 0) for d in kernel.dims)
+    return bind(kernel.flops, 0) < WINDOW * causal
 
 
 def _distance(a: Size, b: Size) -> float:
