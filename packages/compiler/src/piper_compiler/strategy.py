@@ -100,9 +100,9 @@ class Strategy:
         told = self.global_batch
         if None not in (told, rows) and told != rows:
             raise CompileError(
-                f"Strategy(global_batch={told}): a step has {rows} rows; the same number is accepted, of which recipes "
-                f"make microbatches of their `rows`; write Strategy(..., global_batch=job.global_batch), or leave it "
-                f"out if no recipe has `rows`"
+                f"Strategy(global_batch={told}): a step has {rows} rows; give the same number, from which recipes with "
+                f"`rows` count their microbatches: write Strategy(..., global_batch=job.global_batch), or leave it out "
+                f"if no recipe has `rows`"
             )
 
     def dumps(self) -> str:

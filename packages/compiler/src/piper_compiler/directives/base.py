@@ -92,7 +92,7 @@ def _checked(cls: type, constructor: Callable[..., None]) -> Callable[..., None]
             constructor(self, *args, **given)
             return
         call, _, text = problem.partition(": ")
-        if text.endswith("argument: 'selection'"):
+        if call_problem(call, signature, (self, *args), given | {"selection": None}) is None:
             call = f"{written(cls)}({', '.join(f'{k}={v!r}' for k, v in given.items())})"
             text = "the selection is missing; where() is accepted, for all, or a part, such as where(stage=0)"
         raise DirectiveError(f"{call} at {call_site()}: {text}")

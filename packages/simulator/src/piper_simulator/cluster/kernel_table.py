@@ -8,9 +8,9 @@
                    the nearest
     formula        nothing near was measured
 
-Neighbours of a shape have every dimension within a factor of REACH of its own. Nothing else is extrapolated. Attention
-in a window is looked up by its FLOPs, not by its shape, which is that of full attention, too. The last
-two count as formulas, and a prediction says how much of it they are. A cluster file has a row per kernel:
+Neighbours of a shape have every dimension within a factor of REACH of its own. Nothing else is extrapolated. The last
+two count as formulas, and a prediction says how much of it they are. Attention in a window is looked up by its FLOPs,
+since full attention has the same shape. A cluster file has a row per kernel:
 
     [[kernel]]
     kind = "matmul"                     # one of stacks.KINDS
@@ -242,7 +242,7 @@ def _in_window(kernel: Kernel) -> bool:
     """Return whether attention leaves out so much that a window is its reason, which its shape does not tell.
 
     Causal attention has 2 FLOPs for each query, key and dimension, its backward 5 (FlashAttention-2, arXiv 2307.08691,
-    section 4.1). Values with fewer dimensions than keys leave out at most a half of the forward's, and in MLA a sixth.
+    section 4.1). Values with fewer dimensions than keys need fewer: in MLA, a sixth fewer in the forward.
     """
     if kernel.kind != "attention" or len(kernel.dims) not in SHAPES["attention"]:
         return False
