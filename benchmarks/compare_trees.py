@@ -85,11 +85,9 @@ def _score_case(gpt: bool) -> tuple[Any, Any, int | None, Any]:
 
 def _score(gpt: bool) -> float:
     """Take a strategy to period, makespan and peaks, as the tuner does."""
-    from piper_autotune.scoring.scoring import seconds_of
     from piper_compiler import compile_program
-    from piper_ir.fold.steady_state import step_and_period
     from piper_ir.tools import no_garbage_collection
-    from piper_simulator import DeviceModel
+    from piper_simulator import DeviceModel, swept
 
     program, strategy, batch, cluster = _score_case(gpt)
 
@@ -97,10 +95,7 @@ def _score(gpt: bool) -> float:
         with no_garbage_collection():
             lowered = compile_program(program, strategy, global_batch=batch)
             model = DeviceModel(lowered.plan, cluster, None)
-            seconds = seconds_of(model, lowered.plan)
-            step_and_period(
-                lowered.prepared, seconds, latency=lowered.plan.hop, issue=model.issue_s
-            )
+            swept(lowered.prepared, model, lowered.plan)
 
     return _timed(scored)
 

@@ -50,6 +50,7 @@ from piper_simulator.simulation import Simulation, simulate
 from piper_simulator.times.engine import run_engine
 from piper_simulator.times.jitter import Distribution
 from piper_simulator.times.splitting import split
+from piper_simulator.times.timed import swept
 
 __all__ = [
     "DEVICES",
@@ -120,6 +121,7 @@ __all__ = [
     "software_buffers",
     "split",
     "step_seconds",
+    "swept",
     "too_much",
     "under_load",
     "why",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from piper_ir.plan.plan import Plan
 from piper_ir.program.ops import Compute
@@ -38,7 +38,7 @@ class StepParts:
 
     Attributes:
         role: name of that role.
-        kernels: by kind of kernel, and "launch" for the time in which the device waits for the host.
+        kernels: by kind of kernel, and "launch" for the seconds less that it would take if launches took none.
         inside: messages inside of steps, by mesh axis and kind.
         others: updates, loads and the like.
         waiting: the rest of the period, in which the role waits for others or for messages.
@@ -60,6 +60,8 @@ def step_parts(plan: Plan, cluster: Cluster) -> StepParts:
     works = iter(work_of(model, parts))
     found: list[StepParts] = []
     whole = period(plan, cluster)
+    at_once = cluster.each_device(lambda d: replace(d, launch_s=0.0))
+    launch = max(0.0, whole - period(plan, at_once))
     for role in parts.roles:
         device = cluster.of(role.ranks[0])
         kernels: defaultdict[str, float] = defaultdict(float)
@@ -73,11 +75,11 @@ def step_parts(plan: Plan, cluster: Cluster) -> StepParts:
             ops = [p.op for p in instr.parts if isinstance(p.op, Compute)]
             for message in work.inside:
                 inside[f"{message.op} over {message.axis}"] += message.exposed_s
-            steps = sum((_step(parts, op, device, kernels) for op in ops), 0.0)
+            steps = sum([_step(parts, op, device, kernels) for op in ops])
             others += max(0.0, work.seconds - work.inside_s - steps)
-        found.append(
-            StepParts(role.role, dict(kernels), dict(inside), others, max(0.0, whole - busy), whole)
-        )
+        kernels["launch"] = launch
+        waiting = max(0.0, whole - busy - launch)
+        found.append(StepParts(role.role, dict(kernels), dict(inside), others, waiting, whole))
     return min(found, key=lambda f: f.waiting)
 
 
@@ -88,12 +90,8 @@ def _step(plan: Plan, op: Compute, device: Device, kernels: defaultdict[str, flo
     whole = stack is not None and stack.recomputed == "whole" and chunk.keep == "inputs"
     step = "F" if whole and op.step == "R" else op.step
     cost = chunk.steps[step].cost
-    took = step_took(device, cost, step).seconds
-    alone = 0.0
     backward = step not in ("F", "R")
     for kernel in cost.kernels if stack is None else run_kernels(stack, cost.kernels, step):
         seconds = kernel.count * kernel_seconds(device, kernel, backward=backward).seconds
         kernels[kernel.kind] += seconds
-        alone += seconds
-    kernels["launch"] += max(0.0, took - alone)
-    return took
+    return step_took(device, cost, step).seconds

@@ -10,7 +10,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 from piper_autotune.space.problem import TuningProblem, Variants, Wanted, wanted_by, with_runs
@@ -24,10 +23,9 @@ from piper_compiler import (
     lowered,
     replicate,
 )
-from piper_ir.fold.steady_state import step_and_period
 from piper_ir.graph.graph import Graph
 from piper_ir.ground.errors import CaptureError, PiperError
-from piper_ir.plan.plan import Instr, Plan, RolePlan
+from piper_ir.plan.plan import Plan, RolePlan
 from piper_ir.program.costs import AllocatorCosts
 from piper_ir.program.ops import Step
 from piper_ir.program.program import Program
@@ -36,13 +34,13 @@ from piper_ir.verify import verify
 from piper_simulator import (
     SHOWN,
     Cluster,
-    CostModel,
     Device,
     device_memory,
     load_of,
     model_for,
     simulate,
     software_buffers,
+    swept,
     too_much,
     under_load,
 )
@@ -166,19 +164,6 @@ def _plan_key(strategy: Strategy, graph: Graph) -> object:
     return Strategy(strategy.mesh, items), tuple([b.params for b in graph.buckets.values()])
 
 
-def seconds_of(model: CostModel, plan: Plan) -> list[float]:
-    """Return the duration of each instruction, found once if microbatches are alike."""
-    seconds: list[float] = []
-    for role in plan.roles:
-        work = partial(_seconds, model, role)
-        seconds += role.table.each(work) if model.uniform else map(work, role.program)
-    return seconds
-
-
-def _seconds(model: CostModel, role: RolePlan, instr: Instr) -> float:
-    return model.work(role, instr).seconds
-
-
 def _of_plan(problem: TuningProblem, lowered: Lowered, engine: bool) -> Scored | Refused:
     plan = lowered.plan
     if engine:
@@ -196,9 +181,7 @@ def _of_plan(problem: TuningProblem, lowered: Lowered, engine: bool) -> Scored |
         under = None if problem.load is None else load_of(plan, problem.load)
         factory = problem.model if under is None else under_load(problem.model, under.loads)
         model = model_for(plan, cluster, problem.costs, factory)
-        step_s, period_s = step_and_period(
-            lowered.prepared, seconds_of(model, plan), latency=plan.hop, issue=model.issue_s
-        )
+        step_s, period_s = swept(lowered.prepared, model, plan)
     allocator = None if problem.costs is None else problem.costs.allocator
     usages = [
         (

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
-from piper_ir.fold.timing import Prepared, sweep
+from piper_ir.fold.timing import Issue, Prepared, sweep
 
 
 def period(
@@ -13,7 +12,7 @@ def period(
     durations: Sequence[float],
     *,
     latency: float = 0.0,
-    issue: float = 0.0,
+    issue: Issue | None = None,
     most: int = 64,
 ) -> float:
     """Return seconds per step in steady state (see `steady`), from at most `most` steps without a barrier."""
@@ -25,12 +24,12 @@ def step_and_period(
     durations: Sequence[float],
     *,
     latency: float = 0.0,
-    issue: float = 0.0,
+    issue: Issue | None = None,
     most: int = 64,
 ) -> tuple[float, float]:
     """Return the seconds of the first step alone (`sweep`), and the `period`."""
     last = [nodes[-1] for nodes in prepared.streams]
-    host = host_seconds(prepared, issue)
+    host = host_seconds(issue)
     history: list[list[float]] = []
     times = first = sweep(prepared, durations, latency=latency, issue=issue)
     for k in range(most if last else 0):
@@ -43,9 +42,9 @@ def step_and_period(
     return first.makespan, later_half(history, host)
 
 
-def host_seconds(prepared: Prepared, issue: float) -> float:
+def host_seconds(issue: Issue | None) -> float:
     """Return the seconds that the busiest host needs for the instructions of a step."""
-    return issue * max((b - a for a, b in pairwise(prepared.offsets)), default=0)
+    return 0.0 if issue is None else max(issue.step_s, default=0.0)
 
 
 def steady(

@@ -10,7 +10,7 @@ implements independently:
    channel.
 4. A point-to-point transfer occupies both streams for its duration. Its waiters see it done `latency` later, which
    occupies nothing: the next transfer may start at once. A wait for n instructions holds until all n are done.
-5. A host issues its role's instructions in program order, `issue` seconds each, and is never blocked.
+5. A host issues its role's instructions in program order (`Issue`), and is never blocked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise, repeat, zip_longest
+from itertools import pairwise, zip_longest
 
 from piper_ir.ground.errors import PlanError
 from piper_ir.plan.plan import Channel, Plan, RolePlan
@@ -88,6 +88,19 @@ class Times:
     def makespan(self) -> float:
         """Return when the last node is done."""
         return max(self.done, default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """Hold the times of hosts in seconds, each since its host began with a step (`piper_ir.fold.issue`).
+
+    Attributes:
+        at: by node, when it may start as far as its host is concerned.
+        step_s: by role, when its host has issued a step and begins with the next.
+    """
+
+    at: Sequence[float]
+    step_s: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +269,7 @@ def sweep(
     durations: Sequence[float],
     *,
     latency: float = 0.0,
-    issue: float = 0.0,
+    issue: Issue | None = None,
     after: Times | None = None,
 ) -> Times:
     """Return the times of one step.
@@ -265,7 +278,7 @@ def sweep(
         prepared: the DAG of the plan.
         durations: seconds by node; a group takes the duration of its first member.
         latency: seconds until the waiters of a point-to-point transfer see its end.
-        issue: seconds per instruction that a host issues.
+        issue: when hosts issue; None: at once.
         after: the times of the step before, which this one follows without a barrier: each stream and each host goes on
             where it was, but for streams that begin with a gather of states (see `after_updates`).
     """
@@ -347,18 +360,18 @@ def _role_of(prepared: Prepared, node: int) -> int:
 
 
 def _issued(
-    prepared: Prepared, issue: float, after: Times | None
+    prepared: Prepared, issue: Issue | None, after: Times | None
 ) -> tuple[list[float], list[float]]:
     """Return when each node is issued, and when each host is through."""
     clocks = list(after.host) if after is not None else [0.0] * len(prepared.roles)
-    if not issue:
+    if issue is None:
         return [0.0] * len(prepared), clocks
+    if after is None:
+        return list(issue.at), list(issue.step_s)
     issued_at: list[float] = []
-    for r, (first, end) in enumerate(pairwise(prepared.offsets)):
-        issued = list(accumulate(repeat(issue, end - first), initial=clocks[r]))
-        issued_at += issued[1:]
-        clocks[r] = issued[-1]
-    return issued_at, clocks
+    for clock, (first, end) in zip(clocks, pairwise(prepared.offsets)):
+        issued_at += [clock + at for at in issue.at[first:end]]
+    return issued_at, [clock + step_s for clock, step_s in zip(clocks, issue.step_s, strict=True)]
 
 
 def _groups(

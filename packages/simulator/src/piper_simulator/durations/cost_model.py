@@ -52,6 +52,7 @@ class Work:
         seconds: its duration if nothing runs beside it, with the messages inside of its steps for which these wait.
         bytes: of a communication, the size of the message on one rank; of compute, of the messages inside of its steps.
         inside: the messages inside of its steps.
+        launch_s: seconds in which the host launches its kernels, beside the device.
     """
 
     seconds: float
@@ -59,6 +60,7 @@ class Work:
     bytes: int = 0
     flops: int = 0
     inside: tuple[StepMessages, ...] = ()
+    launch_s: float = 0.0
 
     @property
     def inside_s(self) -> float:

@@ -141,6 +141,7 @@ class DeviceModel(CostModel):
             seconds,
             min([p.source for p in parts], key=_TRUST.index),
             flops=sum([p.flops for p in parts]),
+            launch_s=sum([p.launch_s for p in parts]),
         )
         if not self._meets:
             return done
@@ -217,7 +218,7 @@ class DeviceModel(CostModel):
             self._others[key] = self._other(*key, part.node)
         work = self._others[key]
         called = self._batch_s(role, part) if isinstance(part.op, Load) else 0.0
-        return Work(work.seconds + called, work.source) if called else work
+        return replace(work, seconds=work.seconds + called) if called else work
 
     def _other(self, op: str, touched: int, update: Updated | None, kind: int, node: str) -> Work:
         known = self._known[kind].of_part(op, touched)
@@ -226,11 +227,11 @@ class DeviceModel(CostModel):
         device = self._need(node, kind)
         self._provenance.computed()
         if update is not None and (device.stack or update.host or update.products):
-            return Work(update_seconds(device, update, self.cluster, kind), "formula")
-        return Work(
-            launched(device, touched / (device.memory_bandwidth * device.memory_fraction), 1),
-            "formula",
-        )
+            seconds, launch_s = update_seconds(device, update, self.cluster, kind)
+        else:
+            moving = touched / (device.memory_bandwidth * device.memory_fraction)
+            seconds, launch_s = launched(device, moving, 1)
+        return Work(seconds, "formula", launch_s=launch_s)
 
     def _batch_s(self, role: RolePlan, part: Part) -> float:
         """Return the seconds that a load waits for the job's batch function: the first of a microbatch on a role.
@@ -281,7 +282,7 @@ class DeviceModel(CostModel):
         step = self._runs(chunk, op.step, device)
         took, flops, guessed = self._formula(device, chunk, step, kind)
         self._provenance.computed_step(chunk, op.step, guessed, took.parts)
-        return Work(took.seconds, took.source, flops=flops)
+        return Work(took.seconds, took.source, flops=flops, launch_s=took.launch_s)
 
     def _with_messages(self, role: RolePlan, op: Compute, kind: int) -> Work:
         """Return the work of a step with the messages inside of it; messages without bytes are not sent."""
@@ -317,7 +318,12 @@ class DeviceModel(CostModel):
                 inside = beside_kernels(device, inside, kernels.seconds)
             seconds = kernels.seconds + sum([m.exposed_s for m in inside])
             self._inside[key] = Work(
-                seconds, source, sum([m.bytes for m in inside]), kernels.flops, inside
+                seconds,
+                source,
+                sum([m.bytes for m in inside]),
+                kernels.flops,
+                inside,
+                kernels.launch_s,
             )
         return self._inside[key]
 

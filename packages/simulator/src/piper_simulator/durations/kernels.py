@@ -1,7 +1,7 @@
 """Compute how long the kernels of a step take.
 
 Without a stack a kernel takes the larger of FLOPs at the reached peak and bytes at the reached bandwidth. A step takes
-the sum of its kernels, and never less than the launches: max(sum of kernels, number of kernels x launch).
+the sum of its kernels, which the host launches beside them (`piper_ir.fold.issue`).
 
 With a stack (`piper_simulator.cluster.stacks`) the kind of kernel decides:
 
@@ -15,7 +15,7 @@ With a stack (`piper_simulator.cluster.stacks`) the kind of kernel decides:
 
 Each is never shorter than its bytes or its FLOPs allow, nor than a start of `kernel_s` and after it its bytes at the
 best part of the bandwidth, or its FLOPs. (The parts of the bandwidth that few bytes reach are another form of such a
-start, so that the longer of both counts.) Together they take a smooth maximum of the device's time and the launches.
+start, so that the longer of both counts.)
 Kernels that the device's table knows (`piper_simulator.cluster.kernel_table`) take the measured time.
 """
 
@@ -50,11 +50,6 @@ models of 1.5B and 14.6B, whose products fill an A100's SMs, reach the rate of 6
 """
 WIDE = 128
 """The dimensions of a head up to which attention kernels reach their published fractions."""
-SHARP = 4
-"""The exponent p of the smooth maximum (a^p + b^p)^(1/p), which we chose.
-
-It lies 19 % above the larger if both are equal, and 1 % if one is 2.2 times the other.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +57,16 @@ class Took:
     """Hold the duration of a step of a chunk.
 
     Attributes:
+        seconds: of its kernels, with their launches if the host is the device.
         source: that of its least trusted kernel.
+        launch_s: seconds in which the host launches them beside the device.
         parts: seconds of its kernels by source.
     """
 
     seconds: float
     source: Source = "formula"
     parts: Mapping[How, float] = field(default_factory=dict)
+    launch_s: float = 0.0
 
 
 def step_took(device: Device, cost: Cost, step: Step) -> Took:
@@ -79,9 +77,9 @@ def step_took(device: Device, cost: Cost, step: Step) -> Took:
     for kernel in cost.kernels:
         took = kernel_seconds(device, kernel, backward=step not in ("F", "R"))
         parts[took.how] = parts.get(took.how, 0.0) + kernel.count * took.seconds
-    seconds = launched(device, sum(parts.values()), launch_count(device, cost))
+    seconds, launch_s = launched(device, sum(parts.values()), launch_count(device, cost))
     least: How = max(parts, key=[*SOURCES].index, default="formula")
-    return Took(seconds, SOURCES[least], parts)
+    return Took(seconds, SOURCES[least], parts, launch_s)
 
 
 def step_seconds(device: Device, cost: Cost, step: Step) -> float:
@@ -123,19 +121,13 @@ def kernel_seconds(device: Device, kernel: Kernel, *, backward: bool) -> Found:
     )
 
 
-def launched(device: Device, busy: float, kernels: int) -> float:
-    """Return the seconds of kernels with their launches.
+def launched(device: Device, busy: float, kernels: int) -> tuple[float, float]:
+    """Return the seconds of kernels, and the seconds in which the host launches them beside the device.
 
-    Launches hide behind the device's work, or the other way round. They add up if the host is the device.
+    If the host is the device, it does one after the other.
     """
-    launch_count = kernels * device.launch_s
-    if device.synchronous:
-        return busy + launch_count
-    if device.stack is None or not busy:
-        return max(busy, launch_count)
-    longer, shorter = max(busy, launch_count), min(busy, launch_count)
-    seconds: float = longer * (1 + (shorter / longer) ** SHARP) ** (1 / SHARP)
-    return seconds
+    launch_s = kernels * device.launch_s
+    return (busy + launch_s, 0.0) if device.synchronous else (busy, launch_s)
 
 
 def plain(device: Device, kernel: Kernel) -> float:

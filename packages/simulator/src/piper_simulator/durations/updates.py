@@ -167,12 +167,13 @@ def _own_sizes(plan: Plan, held: Sequence[State]) -> dict[Category, dict[str, in
 
 def update_seconds(
     device: Device, of: Updated, cluster: Cluster | None = None, kind: int = 0
-) -> float:
-    """Return the seconds of an update on a device of a kind of the cluster."""
+) -> tuple[float, float]:
+    """Return the seconds of an update on a device of a kind of the cluster, and the seconds of its launches."""
     if of.host is not None:
         assert cluster is not None, "a host is of a cluster"
-        own = update_seconds(device, replace(of, host=None)) if of.buckets else 0.0
-        return own + _host_seconds(device, cluster, kind, of.host)
+        own, launch_s = update_seconds(device, replace(of, host=None)) if of.buckets else (0.0, 0.0)
+        copied, zero_s = _host_seconds(device, cluster, kind, of.host)
+        return own + copied, launch_s + zero_s
     moved = update_bytes(of, fused=device.stack is None or device.stack.optimizer == "fused")
     busy = sum(b / (device.memory_bandwidth * memory_fraction(device, b)) for b in moved)
     busy += sum(k.count * kernel_seconds(device, k, backward=False).seconds for k in of.products)
@@ -180,12 +181,15 @@ def update_seconds(
     return launched(device, busy, kernels)  # and the step is counted
 
 
-def _host_seconds(device: Device, cluster: Cluster, kind: int, of: HostUpdate) -> float:
+def _host_seconds(
+    device: Device, cluster: Cluster, kind: int, of: HostUpdate
+) -> tuple[float, float]:
     links = cluster.kinds[kind].links
     memory = links.host_memory_bandwidth / min(cluster.per_node, of.world)
     copies = of.copied / min(links.host_bandwidth, memory) + 2 * of.buckets * links.host_latency
     zeroed = of.zeroed / (device.memory_bandwidth * memory_fraction(device, of.zeroed))
-    return copies + of.touched / memory + launched(device, zeroed, of.buckets)
+    zeroing, launch_s = launched(device, zeroed, of.buckets)
+    return copies + of.touched / memory + zeroing, launch_s
 
 
 def update_bytes(of: Updated, *, fused: bool) -> list[int]:

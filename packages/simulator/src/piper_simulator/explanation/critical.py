@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise, repeat
+from itertools import pairwise
 from typing import Literal
 
-from piper_ir.fold.timing import Prepared, Times
+from piper_ir.fold.timing import Issue, Prepared, Times
 
 Holder = Literal["compute", "communication", "latency", "host"]
 """The kind of a cause. compute: an instruction runs. communication: a message occupies its streams.
@@ -45,19 +45,14 @@ class Chains:
     """Follow the causes of one step from a common start, given the arguments and the result of `sweep`."""
 
     def __init__(
-        self, prepared: Prepared, times: Times, *, latency: float = 0.0, issue: float = 0.0
+        self, prepared: Prepared, times: Times, *, latency: float = 0.0, issue: Issue | None = None
     ) -> None:
         self._prepared, self._times, self._latency = prepared, times, latency
         self._before = [-1] * len(prepared)
         for nodes in prepared.streams:
             for a, b in pairwise(nodes):
                 self._before[b] = a
-        every = (
-            [accumulate(repeat(issue, end - first)) for first, end in pairwise(prepared.offsets)]
-            if issue
-            else []
-        )
-        self._issued = list(chain.from_iterable(every))
+        self._issued = () if issue is None else issue.at
 
     def critical_path(self) -> tuple[PathPiece, ...]:
         """Return the pieces from the start of the step to its makespan, without a gap; none for a step without time."""

@@ -50,7 +50,7 @@ def interval(case: Case, *, draws: int = 100, seed: int = 0) -> StepInterval | N
     later = model_for(case.plan, case.cluster, _longer(case.costs), case.model)
     works = [later.work(role, instr).seconds for role, _, instr in case.plan.instructions()]
     spreads = [max(0.0, w - now.seconds) for w, now in zip(works, case.work, strict=True)]
-    issue_spread = max(0.0, later.issue_s - case.issue)
+    issue_spread = max(0.0, later.issue_s - case.issue_s)
     if not any(spreads) and not issue_spread:
         return None
     random = Random(seed)
@@ -60,7 +60,7 @@ def interval(case: Case, *, draws: int = 100, seed: int = 0) -> StepInterval | N
         durations = [
             max(0.0, d + by() * s) if s else d for d, s in zip(case.durations, spreads, strict=True)
         ]
-        return case.run(durations, max(0.0, case.issue + by() * issue_spread)).makespan
+        return case.run(durations, max(0.0, case.issue_s + by() * issue_spread)).makespan
 
     makespans = sorted(step(lambda: random.gauss(0.0, SIGMAS)) for _ in range(draws))
     low, median, high = (makespans[int(q * (draws - 1) + 0.5)] for q in (0.05, 0.5, 0.95))

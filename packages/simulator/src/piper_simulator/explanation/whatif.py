@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
-from piper_ir.fold.timing import Times, sweep
+from piper_ir.fold.timing import Issue, Times, sweep
 from piper_ir.plan.plan import Plan
 from piper_ir.program.costs import Costs
 from piper_simulator.cluster.cluster import Cluster
@@ -51,7 +51,7 @@ class Case:
         plan: with roles split by the differences of ranks on the cluster; no change here adds one
             (`piper_simulator.times.splitting`).
         work: per node its work if nothing runs beside it.
-        issue: host seconds per instruction.
+        issue_s: host seconds per instruction, before its kernels are launched.
         times: when each node ran, with contention as far as there is any (`interferes`).
         durations: seconds per node as they were in `times`.
     """
@@ -70,10 +70,10 @@ class Case:
             plan, cluster, shared=contention and contention_applies(plan, cluster)
         ).plan
         self._taken = durations_of(self.plan, cluster, costs, model, contention=contention)
-        self.prepared, self.work, self.issue = (
+        self.prepared, self.work, self.issue_s = (
             self._taken.prepared,
             self._taken.work,
-            self._taken.issue,
+            self._taken.issue_s,
         )
         self.times, self.interferes = step_alone(self._taken), self._taken.flows is not None
         self.durations = [w.seconds for w in self.work]
@@ -84,13 +84,20 @@ class Case:
         self.step_s = self.times.makespan
         self._formula: tuple[list[float], float] | None = None
 
-    def run(self, durations: Sequence[float], issue: float, latency: float | None = None) -> Times:
+    @property
+    def issue(self) -> Issue | None:
+        """Return when hosts issue; None if they take no time."""
+        return self._taken.issue
+
+    def run(
+        self, durations: Sequence[float], issue_s: float, latency: float | None = None
+    ) -> Times:
         """Return the times of one step from a common start, in which each node takes its duration."""
         return sweep(
             self.prepared,
             durations,
             latency=self.plan.hop if latency is None else latency,
-            issue=issue,
+            issue=replace(self._taken, issue_s=issue_s).issue,
         )
 
     def on(self, cluster: Cluster) -> float:
@@ -100,7 +107,7 @@ class Case:
         """
         measured = self.costs is not None or any(kind.links.messages for kind in cluster.kinds)
         costing = model_for(self.plan, cluster.each_links(_without_table), None, self.model)
-        work, issue = work_of(costing, self.plan), costing.issue_s
+        work, issue_s = work_of(costing, self.plan), costing.issue_s
         if measured:
             before, issue_before = self._before()
             scaled = [
@@ -112,9 +119,9 @@ class Case:
                 replace(w, seconds=s, inside=m)
                 for w, s, m in zip(self.work, scaled, inside, strict=True)
             ]
-            issue = _scaled(self.issue, issue, issue_before)
+            issue_s = _scaled(self.issue_s, issue_s, issue_before)
         flows = shared_flows(self.plan, cluster, self.prepared, work, contention=self.contention)
-        return step_alone(replace(self._taken, work=work, flows=flows, issue=issue)).makespan
+        return step_alone(replace(self._taken, work=work, flows=flows, issue_s=issue_s)).makespan
 
     def _before(self) -> tuple[list[float], float]:
         """Return the results of formulas on the unchanged cluster."""
@@ -126,7 +133,7 @@ class Case:
 
     def alone(self) -> float:
         """Return the seconds of the step without contention."""
-        return self.run([w.seconds for w in self.work], self.issue).makespan
+        return self.run([w.seconds for w in self.work], self.issue_s).makespan
 
     def perfect_overlap(self) -> float:
         """Return the seconds of the step when no computation waits for a message.
@@ -139,7 +146,7 @@ class Case:
             for m in members:
                 messages[self.prepared.stream_of[m]] += self.work[members[0]].seconds
                 durations[m] = 0.0
-        return max(self.run(durations, self.issue, latency=0.0).makespan, *messages, 0.0)
+        return max(self.run(durations, self.issue_s, latency=0.0).makespan, *messages, 0.0)
 
 
 def _without_table(links: Links) -> Links:

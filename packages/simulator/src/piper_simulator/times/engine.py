@@ -19,7 +19,7 @@ from functools import partial
 from itertools import accumulate, repeat
 
 from piper_ir.fold.steady_state import host_seconds, later_half, steady
-from piper_ir.fold.timing import Prepared, Times
+from piper_ir.fold.timing import Issue, Prepared, Times
 from piper_simulator.contention.loads import TimedPiece
 from piper_simulator.contention.rates import Flow
 from piper_simulator.times.clock import EventClock
@@ -32,7 +32,7 @@ def run_engine(
     durations: Sequence[float],
     *,
     latency: float = 0.0,
-    issue: float = 0.0,
+    issue: Issue | None = None,
     steps: int = 1,
     flows: Sequence[Flow] | None = None,
     inside: Mapping[int, Sequence[TimedPiece]] | None = None,
@@ -40,7 +40,7 @@ def run_engine(
     """Return the times of each of `steps` steps that follow each other without a barrier.
 
     They are seconds since the start of the first step. `durations` are per node, a group taking that of its first
-    member; `latency` is that of a point-to-point transfer, `issue` is per instruction. `flows` give for each group its
+    member; `latency` is that of a point-to-point transfer, `issue` says when hosts issue. `flows` give for each group its
     load on links and devices, and its duration (0 for that in `durations`); None: nothing is shared. `inside` has the
     pieces of the nodes with messages inside of their steps, which share links like others.
     """
@@ -69,7 +69,7 @@ def step_and_period(work: StepWork) -> tuple[Times, float]:
     prepared = work.prepared
     engine = _Engine(work, 1, _no_times(prepared, 1), branches=True)
     (alone,) = _run(engine)
-    host = host_seconds(prepared, work.issue)
+    host = host_seconds(work.issue)
     if not prepared.streams:
         return alone, 0.0
     branch = engine.branch
@@ -245,11 +245,12 @@ class _Stream:
         """Go on until something must be waited for, which then calls this again."""
         engine, part, clock = self.engine, self.part, self.clock
         counters, shared, size = engine.counters, engine.shared, len(part.work)
+        issued = None if engine.work.issue is None else engine.work.issue.at
         while self.at < size or self._next_step():
             step, times, ready = self.step, self.times, 0.0
             node, needs, group, duration, flow = part.work[self.at]
-            if engine.issued:
-                ready = engine.issued[part.role][node - part.first + step * part.size]
+            if issued is not None:
+                ready = engine.begun[part.role][step] + issued[node]
                 if ready > clock.now:
                     self._wait_until(ready)
                     return
@@ -350,7 +351,7 @@ class _Engine:
         self.rest: deque[Callable[[], None]] = deque()
         self.counters = [_Counter(self.clock) for _ in work.parts]
         self.meetings: dict[int, _Meeting] = {}
-        self.issued = self._issued()
+        self.begun = self._begun()
         self.host_waits = False
         self.branch: _Engine | None = None
         self._branches, self._first = branches, -1
@@ -385,7 +386,7 @@ class _Engine:
     def follow(self, steps: int, ends: _StepEnds) -> None:
         """Go on from a branch until it is known how long steps take that follow the first."""
         self.steps, self.ends, self.host_waits = steps, ends, False
-        self.issued = self._issued()
+        self.begun = self._begun()
         stream = self.streams[self._first]
         self.step_ended(stream)
         stream.go()
@@ -442,12 +443,12 @@ class _Engine:
         self.rest.extend([partial(met, start) for met in gate])
         self._call_rest()
 
-    def _issued(self) -> list[array[float]]:
-        """Return by role when its host has issued each instruction."""
-        issue, steps = self.work.issue, self.steps
+    def _begun(self) -> list[list[float]]:
+        """Return by role when its host begins with each step, and when it is through."""
+        issue = self.work.issue
         return [
-            array("d", accumulate(repeat(issue, size * steps)))
-            for size in (self.work.sizes if issue else ())
+            list(accumulate(repeat(step_s, self.steps), initial=0.0))
+            for step_s in (issue.step_s if issue is not None else ())
         ]
 
     def finish(self) -> None:
@@ -457,6 +458,5 @@ class _Engine:
                 done = counter.at[step * len(nodes) : (step + 1) * len(nodes)]
                 for node, at in zip(nodes, done, strict=True):
                     times.done[node] = at
-            for r, issued in enumerate(self.issued):
-                upto = (step + 1) * self.work.sizes[r]
-                times.host[r] = issued[upto - 1] if upto else 0.0
+            for r, begun in enumerate(self.begun):
+                times.host[r] = begun[step + 1]

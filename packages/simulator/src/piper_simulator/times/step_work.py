@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Self
 
-from piper_ir.fold.timing import Prepared, after_updates
+from piper_ir.fold.timing import Issue, Prepared, after_updates
 from piper_simulator.contention.loads import TimedPiece
 from piper_simulator.contention.rates import Flow
 from piper_simulator.times.shared_activities import PieceProfile
@@ -48,7 +48,7 @@ class StepWork:
     prepared: Prepared
     durations: Sequence[float]
     latency: float = 0.0
-    issue: float = 0.0
+    issue: Issue | None = None
     flows: Sequence[Flow] | None = None
     inside: Mapping[int, Sequence[TimedPiece]] | None = None
 

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from piper_ir.fold import steady_state
-from piper_ir.fold.timing import Prepared, Times, prepare, sweep
+from piper_ir.fold.issue import issue_times
+from piper_ir.fold.timing import Issue, Prepared, Times, prepare, sweep
 from piper_ir.plan.plan import Plan
 from piper_ir.program.costs import Costs
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.contention.flows import named_sms, wiring
 from piper_simulator.contention.loads import SharedFlows, all_loads
 from piper_simulator.durations.checked import model_for
-from piper_simulator.durations.cost_model import CostModelFactory, Work, given_only, work_of
+from piper_simulator.durations.cost_model import CostModel, CostModelFactory, Work, given_only, work_of
 from piper_simulator.times.engine import run_steps, step_and_period
 from piper_simulator.times.step_work import StepWork
 
@@ -28,7 +29,7 @@ class PlanWork:
         work: by node, its work if nothing runs beside it.
         flows: the loads of messages, as `shared_flows` gives them.
         latency: seconds between devices, of a synthetic plan.
-        issue: host seconds per instruction.
+        issue_s: host seconds per instruction, before its kernels are launched.
         notes: of the cost model.
     """
 
@@ -36,8 +37,13 @@ class PlanWork:
     work: Sequence[Work]
     flows: SharedFlows | None
     latency: float
-    issue: float
+    issue_s: float
     notes: tuple[str, ...] = ()
+
+    @property
+    def issue(self) -> Issue | None:
+        """Return when hosts issue; None if they take no time."""
+        return _issue(self.prepared, self.issue_s, self.work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +111,20 @@ def durations_of(
     prepared, work = prepare(plan), work_of(costing, plan)
     flows = shared_flows(plan, cluster, prepared, work, contention=contention)
     return PlanWork(prepared, work, flows, plan.hop, costing.issue_s, costing.notes)
+
+
+def swept(prepared: Prepared, model: CostModel, plan: Plan) -> tuple[float, float]:
+    """Return the seconds of a step alone and the period of a plan by the sweep, without contention."""
+    work = work_of(model, plan)
+    issue = _issue(prepared, model.issue_s, work)
+    return steady_state.step_and_period(
+        prepared, [w.seconds for w in work], latency=plan.hop, issue=issue
+    )
+
+
+def _issue(prepared: Prepared, issue_s: float, work: Sequence[Work]) -> Issue | None:
+    launches, durations = [w.launch_s for w in work], [w.seconds for w in work]
+    return issue_times(prepared, issue_s, launches, durations)
 
 
 def step_alone(taken: PlanWork) -> Times:
