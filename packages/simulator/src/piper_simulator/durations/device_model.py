@@ -314,8 +314,13 @@ class DeviceModel(CostModel):
                 ]
             )
             source = min([kernels.source, *(w.source for _, _, w, _ in taken)], key=_TRUST.index)
+            launch_s = kernels.launch_s
             if device is not None:
-                inside = beside_kernels(device, inside, kernels.seconds)
+                if sig.experts is None:  # no stack runs the messages of experts beside products
+                    inside = beside_kernels(device, inside, kernels.seconds)
+                launch_s += (
+                    0 if device.synchronous else device.launch_s * sum(m.count for m in inside)
+                )
             seconds = kernels.seconds + sum([m.exposed_s for m in inside])
             self._inside[key] = Work(
                 seconds,
@@ -323,7 +328,7 @@ class DeviceModel(CostModel):
                 sum([m.bytes for m in inside]),
                 kernels.flops,
                 inside,
-                kernels.launch_s,
+                launch_s,
             )
         return self._inside[key]
 

@@ -11,7 +11,8 @@ A plan has a kernel for each operator of the model. Software joins them, or adds
                              the ones of 16 bit, if there are any: float32 is for tensors inside). Kernels of a plan
                              that Inductor made are not joined any more. A
                              softmax is a kernel with its neighbours before it forward, and behind it backward; dropout
-                             beside it is one of its own. The scale of a tensor in float8 ends a run
+                             beside it is one of its own. The scale of a tensor in float8 ends a run. The kernels of
+                             a router, with a top-k among them or its gradient's scatter, are launched each
     joined                   queries, keys and values are one product, and gate and up: their input gradients are one
                              tensor, and no kernels add them up
     passes                   an operator, or one of a step ("W.add"), moves more or fewer bytes than the plan counts;
@@ -33,6 +34,7 @@ from piper_simulator.cluster.stacks import Stack
 
 _SOFTMAX = frozenset({"_softmax", "_softmax_backward_data"})
 _DROPOUT = "native_dropout"
+_ROUTER = frozenset({"topk", "scatter"})
 _SCALE = "float8_scale"
 FILL, SUM = "fill", "sum of a product"
 INSIDE = frozenset({FILL, SUM})
@@ -195,6 +197,9 @@ def _apart(before: Kernel, after: Kernel) -> bool:
 
 def _joined(run: Sequence[Kernel]) -> Iterator[Kernel]:
     """Yield a run as kernels: of kernels that are there k times, the k-th round is one kernel of the largest."""
+    if any(k.op in _ROUTER for k in run):
+        yield from run
+        return
     done, run = 0, [k for k in run if k.dtype in HALF] or run
     for count in sorted({k.count for k in run}):
         members = [k for k in run if k.count >= count]

@@ -15,7 +15,13 @@ from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.contention.flows import named_sms, wiring
 from piper_simulator.contention.loads import SharedFlows, all_loads
 from piper_simulator.durations.checked import model_for
-from piper_simulator.durations.cost_model import CostModel, CostModelFactory, Work, given_only, work_of
+from piper_simulator.durations.cost_model import (
+    CostModel,
+    CostModelFactory,
+    Work,
+    given_only,
+    work_of,
+)
 from piper_simulator.times.engine import run_steps, step_and_period
 from piper_simulator.times.step_work import StepWork
 
