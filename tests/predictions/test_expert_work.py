@@ -351,6 +351,35 @@ def test_the_fullest_rank_decides_how_long_dropless_experts_take() -> None:
         simulate(plan, NODES, load=4.5)
 
 
+def test_no_stack_hides_the_messages_of_experts() -> None:
+    """Userbuffers run the messages of attention beside its products. The host launches each message."""
+    sizes = (*recipes.tensor_parallel(sequence=True), *recipes.expert_parallel(hidden="tp"))
+    shared = (*sizes, *recipes.data_parallel(over=("ep",)))
+    plan = piper.compile(models.job(LARGE, global_batch=2), Strategy(Mesh(ep=2, tp=2), shared)).plan
+    hiding = load_cluster("h100x4@hopper-nemo")
+    stack = hiding.device.stack
+    assert stack is not None
+    none = replace(stack.constants["hidden"], value=0.0, low=0.0)
+    stack = replace(stack, constants={**stack.constants, "hidden": none})
+    role, cost = plan.roles[0], hiding.device.launch_s
+    beside, after = (
+        DeviceModel(plan, cluster, None)
+        for cluster in (hiding, hiding.each_device(lambda d: replace(d, stack=stack)))
+    )
+    found: dict[bool, set[bool]] = {True: set(), False: set()}
+    for instr in role.program:
+        ops = [p.op for p in instr.parts if isinstance(p.op, Compute)]
+        assert beside.work(role, instr).seconds <= after.work(role, instr).seconds
+        for op in ops:
+            less, more = (model._with_messages(role, op, 0) for model in (beside, after))
+            count = sum(m.count for m in less.inside)
+            assert less.launch_s - beside._steps[op, 0].launch_s == pytest.approx(count * cost)
+            if any("tp" in m.axis for m in less.inside):
+                experts = plan.chunk(op.variant).steps[op.step].experts is not None
+                found[experts].add(less.seconds < more.seconds)
+    assert found == {True: {False}, False: {True}}
+
+
 def test_a_prediction_is_the_mean_over_the_loads() -> None:
     """Half of the cases are even and half need a round: so do half of the layers, though the mean load is within the
     bound."""

@@ -79,3 +79,9 @@ def test_kernels_that_inductor_made_for_a_plan_are_launched_as_they_are() -> Non
             assert launch_count(device, cost) == count, name
     two = replace(fusion, bytes=0)
     assert by_kind(device, two, backward=False) == device.kernel_s > 0
+
+
+@pytest.mark.parametrize(("chosen", "launches"), [("topk", 3), ("scatter", 3), ("silu", 1)])
+def test_the_kernels_of_a_router_are_launched_each(chosen: str, launches: int) -> None:
+    stack = STACKS["hopper-megatron"]
+    assert len(run_kernels(stack, [ADD, replace(ADD, op=chosen), ADD], "F")) == launches

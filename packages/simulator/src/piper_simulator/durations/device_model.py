@@ -315,12 +315,10 @@ class DeviceModel(CostModel):
             )
             source = min([kernels.source, *(w.source for _, _, w, _ in taken)], key=_TRUST.index)
             launch_s = kernels.launch_s
-            if device is not None:
+            if device is not None and not device.synchronous:
+                launch_s += device.launch_s * sum([m.count for m in inside])
                 if sig.experts is None:  # no stack runs the messages of experts beside products
                     inside = beside_kernels(device, inside, kernels.seconds)
-                launch_s += (
-                    0 if device.synchronous else device.launch_s * sum(m.count for m in inside)
-                )
             seconds = kernels.seconds + sum([m.exposed_s for m in inside])
             self._inside[key] = Work(
                 seconds,
