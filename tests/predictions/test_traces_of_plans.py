@@ -16,11 +16,12 @@ from piper_ir.ground.errors import FormatError
 from piper_ir.plan.plan import Plan
 from piper_ir.program.costs import Origin
 from piper_ir.program.ops import COMM, message_op
-from piper_simulator import DeviceModel, Simulation, load_cluster, model_for
+from piper_simulator import DeviceModel, Simulation, model_for
 from piper_traces import match_messages, match_ranges, measured_costs, read_ranks
 from tests.helpers import shared_jobs
+from tests.helpers.slow_devices import slow_devices
 
-CLUSTER = load_cluster("h100x8")
+CLUSTER = slow_devices("h100x8").each_device(lambda device: replace(device, host_issue_s=1e-6))
 ORIGIN = Origin("a device", CLUSTER.name, "trace", "trace", 4, 1, "", "", "", "", 1)
 
 

@@ -40,9 +40,9 @@ def run_engine(
     """Return the times of each of `steps` steps that follow each other without a barrier.
 
     They are seconds since the start of the first step. `durations` are per node, a group taking that of its first
-    member; `latency` is that of a point-to-point transfer, `issue` says when hosts issue. `flows` give for each group its
-    load on links and devices, and its duration (0 for that in `durations`); None: nothing is shared. `inside` has the
-    pieces of the nodes with messages inside of their steps, which share links like others.
+    member; `latency` is that of a point-to-point transfer, `issue` says when hosts issue. `flows` give for each group
+    its load on links and devices, and its duration (0 for that in `durations`); None: nothing is shared. `inside` has
+    the pieces of the nodes with messages inside of their steps, which share links like others.
     """
     return run_steps(StepWork(prepared, durations, latency, issue, flows, inside), steps)
 
@@ -345,7 +345,9 @@ class _Engine:
         self.work, self.steps, self.times = work, steps, times
         self.clock = EventClock()
         self.shared = (
-            SharedActivities(self.clock, len(work.sizes), work.profiles) if work.shares else None
+            SharedActivities(self.clock, len(work.prepared.roles), work.profiles)
+            if work.shares
+            else None
         )
         self.ends: _StepEnds | None = None
         self.rest: deque[Callable[[], None]] = deque()
