@@ -187,7 +187,7 @@ class Program:
         messages = [self._message(self.items[members[0]]) for members in prepared.groups]
         found = demands(messages, wiring(s.cluster))
         durations = [x.seconds for x in self.items]
-        issue = issue_times(prepared, s.cluster.device.host_issue_s)
+        issue = issue_times(prepared.offsets, s.cluster.device.host_issue_s)
         (times,) = run_engine(prepared, durations, issue=issue, flows=found)
         return Ran(tuple(self.items), times)
 

@@ -134,7 +134,7 @@ def test_the_engine_equals_the_sweep(
     plan = pipeline(recipe, p, m, (f, 2, 1), hop)
     prepared = prepare(plan)
     durations = [0.1 + 0.01 * (n % 7) for n in range(len(prepared))]
-    host = issue_times(prepared, issue)
+    host = issue_times(prepared.offsets, issue)
     (times,) = run_engine(prepared, durations, latency=hop, issue=host)
     assert times == sweep(prepared, durations, latency=hop, issue=host)
 

@@ -21,7 +21,7 @@ def steps(
     for seconds in durations:
         build.compute(0, seconds)
     prepared = prepare(build.plan())
-    issue = issue_times(prepared, each, launches, durations)
+    issue = issue_times(prepared.offsets, each, launches, durations)
     found: list[Times] = []
     for _ in range(count):
         after = found[-1] if found else None
@@ -63,7 +63,7 @@ def test_a_slower_host_decides_the_period() -> None:
     for _ in range(2):
         build.compute(0, 1.0)
     prepared = prepare(build.plan())
-    issue = issue_times(prepared, 0.5, (2.0, 3.0), (1.0, 1.0))
+    issue = issue_times(prepared.offsets, 0.5, (2.0, 3.0), (1.0, 1.0))
     assert period(prepared, (1.0, 1.0), issue=issue) == pytest.approx(0.5 + 2.0 + 0.5 + 3.0)
 
 
@@ -71,9 +71,9 @@ def test_hosts_of_two_roles_do_not_wait_for_each_other() -> None:
     build = PlanBuilder(2)
     for role in (0, 1, 1):
         build.compute(role, 1.0)
-    issue = issue_times(prepare(build.plan()), 0.0, (3.0, 2.0, 4.0), (1.0,) * 3)
+    issue = issue_times(prepare(build.plan()).offsets, 0.0, (3.0, 2.0, 4.0), (1.0,) * 3)
     assert issue is not None and (issue.at, issue.step_s) == ([2.0, 1.0, 5.0], [3.0, 6.0])
-    assert issue_times(prepare(build.plan()), 0.0, (0.0,) * 3, (1.0,) * 3) is None
+    assert issue_times(prepare(build.plan()).offsets, 0.0, (0.0,) * 3, (1.0,) * 3) is None
 
 
 @given(

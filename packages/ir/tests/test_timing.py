@@ -16,7 +16,7 @@ from tests.helpers.random_plans import PlanBuilder, given_durations, random_laun
 
 def times(plan: Plan, durations: list[float] | None = None, *, issue: float = 0.0) -> Times:
     prepared, seconds = prepare(plan), durations or given_durations(plan)
-    return sweep(prepared, seconds, latency=plan.hop, issue=issue_times(prepared, issue))
+    return sweep(prepared, seconds, latency=plan.hop, issue=issue_times(prepared.offsets, issue))
 
 
 def test_a_stream_runs_in_order_and_streams_run_beside_each_other() -> None:
@@ -127,7 +127,7 @@ def test_the_period_of_nothing() -> None:
 def test_the_period_is_what_many_steps_take(seed: int, issue: float) -> None:
     plan, durations = random_plan(seed)
     prepared = prepare(plan)
-    host = issue_times(prepared, issue, random_launches(durations, Random(seed)), durations)
+    host = issue_times(prepared.offsets, issue, random_launches(durations, Random(seed)), durations)
     at: list[float] = []
     last: Times | None = None
     for _ in range(120):
@@ -143,7 +143,7 @@ def test_a_host_that_is_slower_than_its_device_decides_the_period() -> None:
         build.compute(0, 1.0)
     prepared, seconds = prepare(build.plan()), [1.0] * 3
     for each, found in ((1.25, 3.75), (0.75, 3.0)):
-        host = issue_times(prepared, each)
+        host = issue_times(prepared.offsets, each)
         assert period(prepared, seconds, issue=host) == pytest.approx(found)
 
 

@@ -317,7 +317,7 @@ def test_no_more_steps_run_than_show_that_they_repeat() -> None:
 def test_the_period_of_a_plan_is_that_of_its_sweep_or_longer(seed: int) -> None:
     plan, durations, found = random_flows(seed)
     prepared = prepare(plan)
-    issue = issue_times(prepared, 0.01)
+    issue = issue_times(prepared.offsets, 0.01)
     _, period = engine.step_and_period(StepWork(prepared, durations, plan.hop, issue, found))
     assert period >= 0.99 * steady_state.period(prepared, durations, latency=plan.hop, issue=issue)
 
@@ -349,7 +349,7 @@ def test_without_shares_the_engine_equals_the_sweep(seed: int, steps: int) -> No
     alone = [replace(f, shares={}, takes={}) for f in found]
     prepared, before = prepare(plan), None
     assert not slows_anything(alone)
-    issue = issue_times(prepared, 0.13)
+    issue = issue_times(prepared.offsets, 0.13)
     for times in engine.run_engine(
         prepared, durations, latency=plan.hop, issue=issue, steps=steps, flows=alone
     ):

@@ -68,7 +68,7 @@ def test_the_engine_equals_rates_computed_anew_at_each_moment(
             prepared,
             durations,
             latency=plan.hop,
-            issue=issue_times(prepared, issue, launches, durations),
+            issue=issue_times(prepared.offsets, issue, launches, durations),
             steps=steps,
             flows=found,
         ),

@@ -36,7 +36,7 @@ def test_the_engine_equals_the_sweep_and_the_events_of_simpy_exactly(
     plan, durations = random_plan(seed)
     prepared = prepare(plan)
     launches = random_launches(durations, Random(seed)) if launching else []
-    issue = issue_times(prepared, each, launches, durations)
+    issue = issue_times(prepared.offsets, each, launches, durations)
     found = run_engine(prepared, durations, latency=plan.hop, issue=issue, steps=steps)
     before = None
     for times in found:
@@ -58,7 +58,7 @@ def test_negative_control_the_comparison_sees_a_difference(what: str) -> None:
     assert run_engine(prepared, durations, latency=1.0) == [sweep(prepared, durations, latency=1.0)]
     other = {
         "latency": sweep(prepared, durations, latency=1.0 + 1e-9),
-        "issue": sweep(prepared, durations, latency=1.0, issue=issue_times(prepared, 1e-9)),
+        "issue": sweep(prepared, durations, latency=1.0, issue=issue_times(prepared.offsets, 1e-9)),
         "duration": sweep(prepared, [1.0, 0.5, 0.5, 1.0 + 1e-9], latency=1.0),
     }
     assert run_engine(prepared, durations, latency=1.0) != [other[what]]
@@ -73,7 +73,9 @@ def test_the_result_does_not_depend_on_the_order_of_roles() -> None:
         first = [sum(ends[:r]) for r in range(len(ends))]
         pieces = [durations[f : f + n] for f, n in zip(first, ends)]
         (times,), (other,) = (
-            run_engine(prepared, seconds, latency=plan.hop, issue=issue_times(prepared, 0.1))
+            run_engine(
+                prepared, seconds, latency=plan.hop, issue=issue_times(prepared.offsets, 0.1)
+            )
             for prepared, seconds in (
                 (prepare(plan), durations),
                 (prepare(turned), [d for piece in pieces[::-1] for d in piece]),
@@ -169,7 +171,7 @@ def test_pieces_inside_of_steps_end_when_an_event_for_each_ends_them(
     flows = random_demands(prepared, durations, rng)
     inside = pieces_inside(prepared, rng, grid)
     launches = random_launches(durations, Random(seed)) if launching else []
-    issue = issue_times(prepared, each, launches, durations)
+    issue = issue_times(prepared.offsets, each, launches, durations)
     asked = {"latency": plan.hop, "inside": inside, "issue": issue}
     oracle = {**asked, "issue": each, "launches": launches}
     whole = engine.run_engine(prepared, durations, steps=2, flows=flows, **asked)

@@ -287,7 +287,7 @@ def contiguous(pieces: tuple[PathPiece, ...], start: float, end: float) -> None:
 def swept(seed: int, issue: float) -> tuple[Plan, list[float], Times, Chains]:
     plan, durations = random_plan(seed)
     prepared = prepare(plan)
-    host = issue_times(prepared, issue)
+    host = issue_times(prepared.offsets, issue)
     times = sweep(prepared, durations, latency=plan.hop, issue=host)
     return plan, durations, times, Chains(prepared, times, latency=plan.hop, issue=host)
 
@@ -326,7 +326,9 @@ def test_the_path_is_contiguous_and_what_is_on_it_is_critical(seed: int, issue: 
         ):
             longer[m] += 1.0
         assert (
-            sweep(prepared, longer, latency=plan.hop, issue=issue_times(prepared, issue)).makespan
+            sweep(
+                prepared, longer, latency=plan.hop, issue=issue_times(prepared.offsets, issue)
+            ).makespan
             >= times.makespan + 1.0 - 1e-9
         )
 

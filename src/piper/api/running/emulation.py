@@ -92,7 +92,7 @@ def durations_on(
     costs: Costs | None = None,
     model: CostModelFactory = DeviceModel,
 ) -> Durations:
-    """Return the durations and the times of hosts in `simulate`; a communication takes as long as on its first member."""
+    """Return durations and times of hosts as in `simulate`; a communication's duration is that on its first member."""
     cost_model = model_for(plan, cluster, costs, model)
     prepared, work = prepare(plan), work_of(cost_model, plan)
     issue, seconds = issue_of(prepared, cost_model.issue_s, work), [w.seconds for w in work]

@@ -9,13 +9,25 @@ earliest, and starts before that by the time of its kernels.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from piper_ir.fold.timing import Issue, Prepared
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """Hold the times of hosts in seconds, each since its host began with a step.
+
+    Attributes:
+        at: by node, when it may start as far as its host is concerned.
+        step_s: by role, when its host has issued a step and begins with the next.
+    """
+
+    at: Sequence[float]
+    step_s: Sequence[float]
 
 
 def issue_times(
-    prepared: Prepared,
+    offsets: Sequence[int],
     each: float,
     launches: Sequence[float] = (),
     durations: Sequence[float] = (),
@@ -23,7 +35,7 @@ def issue_times(
     """Return when hosts issue; None if they take no time.
 
     Args:
-        prepared: the nodes of the plan.
+        offsets: the first node of each role, and the number of nodes.
         each: host seconds per instruction, before its kernels are launched.
         launches: by node, host seconds in which its kernels are launched; empty for none.
         durations: by node, seconds that its kernels take.
@@ -31,10 +43,10 @@ def issue_times(
     launching = any(launches)
     if not each and not launching:
         return None
-    took = [each + s for s in launches] if launching else [each] * len(prepared)
+    took = [each + s for s in launches] if launching else [each] * offsets[-1]
     through: list[float] = []
     step_s: list[float] = []
-    for first, end in pairwise(prepared.offsets):
+    for first, end in pairwise(offsets):
         through += accumulate(took[first:end])
         step_s.append(through[-1] if end > first else 0.0)
     if launching:

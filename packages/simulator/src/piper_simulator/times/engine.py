@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, repeat
 
+from piper_ir.fold.issue import Issue
 from piper_ir.fold.steady_state import host_seconds, later_half, steady
-from piper_ir.fold.timing import Issue, Prepared, Times
+from piper_ir.fold.timing import Prepared, Times
 from piper_simulator.contention.loads import TimedPiece
 from piper_simulator.contention.rates import Flow
 from piper_simulator.times.clock import EventClock

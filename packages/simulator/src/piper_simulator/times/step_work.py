@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from piper_ir.fold.timing import Issue, Prepared, after_updates
+from piper_ir.fold.issue import Issue
+from piper_ir.fold.timing import Prepared, after_updates
 from piper_simulator.contention.loads import TimedPiece
 from piper_simulator.contention.rates import Flow
 from piper_simulator.times.shared_activities import PieceProfile

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from piper_ir.fold import steady_state
-from piper_ir.fold.issue import issue_times
-from piper_ir.fold.timing import Issue, Prepared, Times, prepare, sweep
+from piper_ir.fold.issue import Issue, issue_times
+from piper_ir.fold.timing import Prepared, Times, prepare, sweep
 from piper_ir.plan.plan import Plan
 from piper_ir.program.costs import Costs
 from piper_simulator.cluster.cluster import Cluster
@@ -129,7 +129,7 @@ def swept(prepared: Prepared, model: CostModel, plan: Plan) -> tuple[float, floa
 def issue_of(prepared: Prepared, issue_s: float, work: Sequence[Work]) -> Issue | None:
     """Return when hosts issue instructions of some work, and launch their kernels; None if that takes no time."""
     launches, durations = [w.launch_s for w in work], [w.seconds for w in work]
-    return issue_times(prepared, issue_s, launches, durations)
+    return issue_times(prepared.offsets, issue_s, launches, durations)
 
 
 def step_alone(taken: PlanWork) -> Times:
