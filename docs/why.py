@@ -22,9 +22,8 @@ PAGE = """\
 
     piper simulate FILE.py --cluster h100x8 --why
 
-prints what is on the critical path of one step, where ranks stand still and what they wait for there, what would
-change the step, and what the prediction rests on (`--json` for programs; in Python `piper.why(plan, cluster,
-costs=costs)`).
+prints the critical path of one step, where ranks stand still and for what, what would change the step, and what
+the prediction rests on (`--json`; in Python `piper.why(plan, cluster, costs=costs)`).
 
     piper simulate A.py B.py
     piper simulate A.py best.json
@@ -39,9 +38,9 @@ all of it, and why.json the same for programs. `piper report A B` puts two such 
 ## The critical path
 
 Every instruction waits for its predecessor on its stream, the instructions that it names, the other ends of its
-message, and its host. Going back from the last instruction of the step, from cause to cause, gives a chain of pieces
-that lie end to end from 0 to the makespan: the critical path. A second saved anywhere else saves nothing. Each piece
-has an owner: compute by phase and stage, a channel (also the latency of its messages), or the host of a role.
+message, and its host. Going back from the last instruction, from cause to cause, gives a chain of pieces from 0 to
+the makespan: the critical path. A second saved elsewhere saves nothing. Each piece has an owner: compute by phase and
+stage, a channel (also the latency of its messages), or the host of a role.
 
 The example has two stages of F = I = W = 1 s, four microbatches, a hop of 0.5 s, and 1F1B ({one_f_one_b}):
 

@@ -22,6 +22,7 @@ from statistics import mean
 from typing import Literal, get_args
 
 from piper import models
+from piper_ir.fold.issue import issue_times
 from piper_ir.fold.timing import IssueOrder, Times, prepare_orders
 from piper_ir.plan.plan import COMPUTE, Channel
 from piper_ir.program.program import Cost, Kernel
@@ -186,7 +187,8 @@ class Program:
         messages = [self._message(self.items[members[0]]) for members in prepared.groups]
         found = demands(messages, wiring(s.cluster))
         durations = [x.seconds for x in self.items]
-        (times,) = run_engine(prepared, durations, issue=s.cluster.device.host_issue_s, flows=found)
+        issue = issue_times(prepared.offsets, s.cluster.device.host_issue_s)
+        (times,) = run_engine(prepared, durations, issue=issue, flows=found)
         return Ran(tuple(self.items), times)
 
     def _message(self, item: Item) -> Message:

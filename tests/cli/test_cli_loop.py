@@ -75,8 +75,10 @@ def test_params_of_the_file_answer_where_nobody_searches(space: Path) -> None:
 
 
 def test_show_draws_the_schedule(space: Path, tmp_path: Path) -> None:
-    png = tmp_path / "schedule.png"
-    result = piper("show", space, "--cluster", "h100x8", "--png", png)
+    png, slow = tmp_path / "schedule.png", tmp_path / "slow.toml"
+    device = '[device]\nbase = "h100-80g-sxm"\nlaunch_s = 0\nmemory_bandwidth = 1e9\n'
+    slow.write_text(f"{device}[nodes]\ndevices = 8\n")  # the model is too small for an H100
+    result = piper("show", space, "--cluster", slow, "--png", png)
     assert result.exit_code == 0, result.output
     rows = [line for line in result.stdout.splitlines() if line.startswith("rank ")]
     assert len(rows) == 2 and all("F0" in r and ("B0" in r or "W0" in r) for r in rows)

@@ -138,6 +138,11 @@ def hash_of(text: str) -> int:
     return sum(ord(c) * (i + 1) for i, c in enumerate(text))
 
 
+def random_launches(durations: list[float], rng: Random) -> list[float]:
+    """Seconds of launches per instruction: none, less than its duration, as much, or more."""
+    return [rng.choice((0.0, 0.3 * d, d, d + 0.17)) for d in durations]
+
+
 def random_plan(seed: int, *, most_roles: int = 6, most: int = 60) -> tuple[Plan, list[float]]:
     """A plan and a duration per instruction (roles in order), many of them zero or equal, so that there are ties."""
     rng = Random(seed)

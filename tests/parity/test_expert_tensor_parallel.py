@@ -22,6 +22,7 @@ from tests.helpers import parity
 from tests.helpers.cases import each_case
 from tests.helpers.decoders import DECODERS
 from tests.helpers.memory_judge import lies
+from tests.helpers.slow_devices import slow_devices
 from tests.helpers.steered import EXPERTS, HIDDEN, TOKENS, TOP, WIDTH
 from tests.parity.test_dropless_experts import expected, job, run, shared
 from tests.parity.test_experts_and_tokens import CONTEXT, SEQUENCE
@@ -85,7 +86,7 @@ def test_messages_of_devices_that_cut_experts_take_time() -> None:
     cut, whole = (
         simulate(
             piper.compile(job("2"), Strategy(Mesh(etp=2, ep=2), [shared(**how), *rows])).plan,
-            "h100x4",
+            slow_devices("h100x4"),
         )
         for how in ({"hidden": "etp"}, {"over": ("etp", "ep")})
         for rows in (recipes.data_parallel(over=("ep", "etp")),)

@@ -19,6 +19,7 @@ from piper_ir.verify import verify
 from piper_simulator import simulate
 from tests.helpers import parity
 from tests.helpers.memory_judge import lies
+from tests.helpers.slow_devices import slow_devices
 
 EXPERTS = models.Experts(number=4, top_k=2, hidden=24, shared_hidden=24, shared_within=True)
 CONFIG = models.DecoderConfig(
@@ -66,8 +67,9 @@ def test_the_shared_expert_is_computed_while_rows_travel() -> None:
     usual = steps(compiled(job(), beside=False))
     assert not any(sig.overlaps for sig in usual.values())
     assert found["F"].cost.flops == usual["F"].cost.flops
-    whole = simulate(compiled(job(), beside=False).plan, "h100x8", contention=False).step_s
-    assert simulate(made.plan, "h100x8", contention=False).step_s < whole
+    on = slow_devices("h100x8")
+    whole = simulate(compiled(job(), beside=False).plan, on, contention=False).step_s
+    assert simulate(made.plan, on, contention=False).step_s < whole
     assert "2 all_to_all of 20 KiB (2 beside compute)" in exchanges(made.plan)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from piper_compiler import Strategy, compile_program, recipes, recompute, synthetic
 from piper_compiler.directives import Directive
+from piper_ir.fold.issue import issue_times
 from piper_ir.fold.timing import prepare, sweep
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.select import where
@@ -133,8 +134,9 @@ def test_the_engine_equals_the_sweep(
     plan = pipeline(recipe, p, m, (f, 2, 1), hop)
     prepared = prepare(plan)
     durations = [0.1 + 0.01 * (n % 7) for n in range(len(prepared))]
-    (times,) = run_engine(prepared, durations, latency=hop, issue=issue)
-    assert times == sweep(prepared, durations, latency=hop, issue=issue)
+    host = issue_times(prepared.offsets, issue)
+    (times,) = run_engine(prepared, durations, latency=hop, issue=host)
+    assert times == sweep(prepared, durations, latency=hop, issue=host)
 
 
 @BOTH

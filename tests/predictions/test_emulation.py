@@ -127,6 +127,43 @@ def test_time_truth_of_a_slow_rank(pool: Pool) -> None:
     )
 
 
+def test_time_truth_of_a_host_that_launches(pool: Pool) -> None:
+    """Forwards take as long as their launches, the update hides all of its own; the host runs ahead over steps."""
+    sizes = piper.models.LlamaConfig(
+        layers=2, width=64, heads=4, kv_heads=2, hidden=96, vocab=64, length=16
+    )
+    job = piper.models.job(sizes, global_batch=4, precision="float32")
+    case = piper.compile(
+        job, piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=4))
+    )
+
+    def host(launch_s: float, issue_s: float) -> Cluster:
+        return piper.load_cluster("h100x2").each_device(
+            lambda device: replace(
+                device,
+                launch_s=launch_s,
+                host_issue_s=issue_s,
+                memory_bandwidth=device.memory_bandwidth / 40,
+            )
+        )
+
+    on = host(3e-7, 1e-6)
+    simulated, at_once = (
+        piper.simulate(case.plan, x, contention=False) for x in (on, host(0.0, 0.0))
+    )
+    assert simulated.step_s > 1.2 * at_once.step_s
+    assert simulated.period_s < simulated.step_s / (1 + 2 * TOLERANCE)
+    found: list[tuple[float, float]] = []
+    while len(found) < ATTEMPTS and not (found and max(map(abs, found[-1])) <= TOLERANCE):
+        emulated = emulate(case, steps=4, cluster=on, trace=True, pool=pool)
+        assert starts(emulated.trace) == starts(simulated.trace)
+        assert emulated.period_s is not None
+        found.append(
+            (emulated.step_s[0] / simulated.step_s - 1, emulated.period_s / simulated.period_s - 1)
+        )
+    assert max(map(abs, found[-1])) <= TOLERANCE, found
+
+
 SCHEDULES = sorted(set(piper.recipes.RECIPES) - {"gpipe", "one_f_one_b"})
 """With several chunks on a device, split backwards, overlapped pairs and stages on two devices."""
 

@@ -255,6 +255,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"computes": None}, "gave seconds=None"),
     ({"computes": True}, "gave seconds=True"),
     ({"computes": "x"}, "gave 'x'; a piper.Work is needed"),
+    (
+        {"computes": piper.Work(1.0, "formula", launch_s=float("nan"))},
+        "gave launch_s=nan; finite seconds from 0 on are needed",
+    ),
+    ({"sends": piper.Work(1.0, "formula", launch_s=-1.0)}, "gave launch_s=-1.0"),
     ({"sends": piper.Work(1.0, "formula", bytes=-1)}, "gave bytes=-1; a whole number from 0 on"),
     ({"computes": piper.Work(1.0, "formula", flops=0.5)}, "gave flops=0.5"),
     ({"computes": piper.Work(1.0, "guess")}, "gave source='guess'; accepted are measured, table"),

@@ -44,6 +44,7 @@ from piper_simulator.durations.kernels import step_seconds
 from piper_simulator.metrics import executed_flops, model_flops, repeated_share
 from piper_simulator.times.splitting import each_rank, split
 from tests.helpers.cases import each_case
+from tests.helpers.slow_devices import slow_devices
 
 H100 = load_cluster("h100x8")
 SIZES = models.LlamaConfig(layers=2, width=64, heads=4, kv_heads=2, hidden=96, vocab=64, length=16)
@@ -224,12 +225,13 @@ def test_dropless_experts_exchange_inside_of_steps_and_keep_in_step() -> None:
 def test_messages_inside_of_steps_share_links_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """With data parallelism, whose reductions pass through the same ports as the backward's messages."""
     of = plan(sequence=True, dp=2)
-    assert simulate(of, H100, contention=False).step_s < (with_them := simulate(of, H100)).step_s
+    on = slow_devices("h100x8")
+    assert simulate(of, on, contention=False).step_s < (with_them := simulate(of, on)).step_s
     whole = loads.all_loads
     monkeypatch.setattr(
         "piper_simulator.times.timed.all_loads", lambda *a: loads.SharedFlows(whole(*a).messages)
     )
-    assert simulate(of, H100).step_s < with_them.step_s, (
+    assert simulate(of, on).step_s < with_them.step_s, (
         "as compute they would take nothing from the reductions"
     )
 

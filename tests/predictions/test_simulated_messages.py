@@ -9,9 +9,10 @@ from piper import Mesh, Precision, Strategy, models, order, recipes, where
 from piper.models import GPTConfig
 from piper_ir.ground.trace import Trace
 from piper_ir.plan.plan import Plan
+from tests.helpers.slow_devices import slow_devices
 
 SIZES = GPTConfig(layers=6, width=64, heads=2, vocab=64, length=16)
-TWO_NODES = "h100x4*2"
+ONE_NODE, TWO_NODES = slow_devices("h100x4"), slow_devices("h100x4*2")
 
 
 def plan_of(
@@ -28,7 +29,7 @@ def plan_of(
 
 
 def simulated(plan: Plan) -> tuple[float, Trace]:
-    found = piper.simulate(plan, TWO_NODES if plan.mesh.world == 8 else "h100x4")
+    found = piper.simulate(plan, TWO_NODES if plan.mesh.world == 8 else ONE_NODE)
     return found.step_s, found.trace
 
 

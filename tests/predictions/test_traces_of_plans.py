@@ -19,6 +19,7 @@ from piper_ir.program.ops import COMM, message_op
 from piper_simulator import DeviceModel, Simulation, load_cluster, model_for
 from piper_traces import match_messages, match_ranges, measured_costs, read_ranks
 from tests.helpers import shared_jobs
+from tests.helpers.slow_devices import slow_devices
 
 CLUSTER = load_cluster("h100x8")
 ORIGIN = Origin("a device", CLUSTER.name, "trace", "trace", 4, 1, "", "", "", "", 1)
@@ -67,14 +68,14 @@ def written(
 
 
 @pytest.mark.parametrize("slower", [1.0, 3.0])
-def test_costs_of_a_trace_predict_its_step(
-    slower: float, plan: Plan, predicted: Simulation, tmp_path: Path
-) -> None:
+def test_costs_of_a_trace_predict_its_step(slower: float, plan: Plan, tmp_path: Path) -> None:
+    on = slow_devices("h100x8")
+    predicted = piper.simulate(plan, on, contention=False)
     matched = match_ranges(plan, read_ranks(written(plan, predicted, tmp_path, slower=slower)))
     assert matched.missing == ()
-    model = model_for(plan, CLUSTER, None, DeviceModel)
-    costs = measured_costs(plan, matched, model, CLUSTER, ORIGIN)
-    again = piper.simulate(plan, CLUSTER, costs=costs, contention=False)
+    model = model_for(plan, on, None, DeviceModel)
+    costs = measured_costs(plan, matched, model, on, ORIGIN)
+    again = piper.simulate(plan, on, costs=costs, contention=False)
     assert again.step_s == pytest.approx(slower * predicted.step_s, rel=0.03)
 
 

@@ -21,6 +21,7 @@ from piper_autotune.space.space import SkippedError, space_key
 from piper_ir.ground.errors import TuneError
 from tests.helpers.cases import each_case
 from tests.helpers.command_line import command
+from tests.helpers.slow_devices import slow_devices
 from tests.predictions.test_spaces import CLUSTER, MIXTURE, Chosen, dropless, llama
 
 USUAL_ALONE = {
@@ -214,11 +215,11 @@ ALONE = {
 def test_a_search_finds_a_better_strategy(
     model: Any, fixed: dict[str, Any], name: str, values: tuple[Any, ...]
 ) -> None:
-    job = models.job(model, global_batch=32)
+    job, cluster = models.job(model, global_batch=32), slow_devices(CLUSTER, slower=1)
     periods = []
     for tried in ({}, {name: values}):
-        space = piper.space(job, CLUSTER, **ALONE, **fixed, **tried)
-        best = piper.tune(job, space, cluster=CLUSTER, trials=4, workers=0).best_row
+        space = piper.space(job, cluster, **ALONE, **fixed, **tried)
+        best = piper.tune(job, space, cluster=cluster, trials=4, workers=0).best_row
         assert best is not None and best.period_s is not None
         periods.append(best.period_s)
     assert best.params[name] in values[1:] and periods[1] < 0.97 * periods[0], periods

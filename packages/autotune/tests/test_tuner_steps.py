@@ -37,7 +37,7 @@ def test_a_gather_begins_after_the_last_update(zero: int) -> None:
         assert second.start[gather] == first.end[update]
     step_s, period_s = step_and_period(dag, seconds)
     assert period_s == step_s, "the first forward needs the gather, and the gather the update"
-    assert run_engine(dag, seconds, latency=0.0, issue=0.0, steps=2) == [first, second]
+    assert run_engine(dag, seconds, steps=2) == [first, second]
 
 
 def test_negative_control_without_the_wait_the_gather_is_hidden(

@@ -1,19 +1,22 @@
 """The timing sweep follows each of its rules, names what cannot run, and finds the steady state."""
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 
+from piper_ir.fold.issue import issue_times
 from piper_ir.fold.steady_state import period
 from piper_ir.fold.timing import Times, prepare, sweep
 from piper_ir.ground.errors import PlanError
 from piper_ir.plan.plan import Plan
 from tests.helpers.cases import each_case
-from tests.helpers.random_plans import PlanBuilder, given_durations, random_plan
+from tests.helpers.random_plans import PlanBuilder, given_durations, random_launches, random_plan
 
 
 def times(plan: Plan, durations: list[float] | None = None, *, issue: float = 0.0) -> Times:
-    return sweep(prepare(plan), durations or given_durations(plan), latency=plan.hop, issue=issue)
+    prepared, seconds = prepare(plan), durations or given_durations(plan)
+    return sweep(prepared, seconds, latency=plan.hop, issue=issue_times(prepared.offsets, issue))
 
 
 def test_a_stream_runs_in_order_and_streams_run_beside_each_other() -> None:
@@ -124,12 +127,13 @@ def test_the_period_of_nothing() -> None:
 def test_the_period_is_what_many_steps_take(seed: int, issue: float) -> None:
     plan, durations = random_plan(seed)
     prepared = prepare(plan)
+    host = issue_times(prepared.offsets, issue, random_launches(durations, Random(seed)), durations)
     at: list[float] = []
     last: Times | None = None
     for _ in range(120):
-        last = sweep(prepared, durations, latency=plan.hop, issue=issue, after=last)
+        last = sweep(prepared, durations, latency=plan.hop, issue=host, after=last)
         at.append(max(*last.end, *last.host))
-    found = period(prepared, durations, latency=plan.hop, issue=issue)
+    found = period(prepared, durations, latency=plan.hop, issue=host)
     assert found == pytest.approx((at[-1] - at[59]) / 60, abs=1e-9)
 
 
@@ -137,8 +141,10 @@ def test_a_host_that_is_slower_than_its_device_decides_the_period() -> None:
     build = PlanBuilder(1)
     for _ in range(3):
         build.compute(0, 1.0)
-    assert period(prepare(build.plan()), [1.0] * 3, issue=1.25) == pytest.approx(3.75)
-    assert period(prepare(build.plan()), [1.0] * 3, issue=0.75) == pytest.approx(3.0)
+    prepared, seconds = prepare(build.plan()), [1.0] * 3
+    for each, found in ((1.25, 3.75), (0.75, 3.0)):
+        host = issue_times(prepared.offsets, each)
+        assert period(prepared, seconds, issue=host) == pytest.approx(found)
 
 
 def swapped(plan: Plan, role: int, a: int, b: int) -> Plan:

@@ -52,10 +52,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def alone(
-    plan: Plan, clock: Clock, seconds: Sequence[float], issue: float = 0.0
+    plan: Plan,
+    clock: Clock,
+    seconds: Sequence[float],
+    issued: Sequence[float] = (),
+    host_s: float = 0.0,
 ) -> tuple[TimedRank, Engine]:
     """The one rank of a plan without communication, bound to streams of this process."""
-    timed = TimedRank(plan, 0, EmulationRequest(b"", tuple(seconds), 0.0, issue, 1, ""), Mock())
+    request = EmulationRequest(b"", tuple(seconds), 0.0, tuple(issued), host_s, 2, "")
+    timed = TimedRank(plan, 0, request, Mock())
     timed.now = clock.now
     heart = [0] * HEART_SLOTS
 
@@ -114,9 +119,20 @@ def test_negative_control_a_wait_that_the_plan_does_not_show_counts(
 def test_a_slow_host_holds_instructions_up(clock: Clock) -> None:
     plan = single()
     n = len(plan.roles[0].program)
-    timed, engine = alone(plan, clock, [0.02] * n, issue=0.03)
-    engine.step(0)
-    assert timed.now == pytest.approx(100 + n * 0.03 + 0.02, abs=1e-9)
+    timed, engine = alone(plan, clock, [0.02] * n, [k * 0.03 for k in range(1, n + 1)], n * 0.03)
+    for step in (1, 2):
+        engine.step(step - 1)
+        assert timed.now == pytest.approx(100 + step * n * 0.03 + 0.02, abs=1e-9)
+
+
+def test_a_quick_host_is_ahead_in_the_second_step(clock: Clock) -> None:
+    """The first instruction waits for it for 0.5 s, once."""
+    plan = single()
+    n = len(plan.roles[0].program)
+    timed, engine = alone(plan, clock, [0.2] * n, [0.5] * n, host_s=0.6)
+    for step in (1, 2):
+        engine.step(step - 1)
+        assert timed.now == pytest.approx(100 + 0.5 + step * n * 0.2, abs=1e-9)
 
 
 def test_the_time_scale_makes_the_shortest_instruction_that_matters_long_enough() -> None:
@@ -133,12 +149,13 @@ def test_the_time_scale_makes_the_shortest_instruction_that_matters_long_enough(
         "a negligible one does not count"
     )
     assert time_scale(plan, Durations({role: [0.0] * n})) == 1.0
+    hosted = Durations({role: [1e-9] * n}, host_s={role: n * 1e-4})
+    assert time_scale(plan, hosted) == pytest.approx(SHORTEST_S / 1e-4), "the host takes longer"
 
 
-def test_durations_are_scaled_with_latency_and_issue() -> None:
-    assert Durations({"a": (1.0, 2.0)}, 0.5, 0.25).scaled(4) == Durations(
-        {"a": (4.0, 8.0)}, 2.0, 1.0
-    )
+def test_durations_are_scaled_with_latency_and_hosts() -> None:
+    durations = Durations({"a": (1.0, 2.0)}, 0.5, {"a": (0.25, 0.75)}, {"a": 1.5})
+    assert durations.scaled(4) == Durations({"a": (4.0, 8.0)}, 2.0, {"a": (1.0, 3.0)}, {"a": 6.0})
 
 
 @each_case("numbers", [{"steps": 0}, {"steps": True}, {"steps": 1, "timeout_s": 0}])

@@ -66,6 +66,7 @@ class Fluid:
     latency: float = 0.0
     issue: float = 0.0
     steps: int = 1
+    launches: Sequence[float] = ()
     seen: Callable[[Rates], None] = lambda rates: None
     now: float = 0.0
     start: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -130,9 +131,18 @@ class Fluid:
         return waits and self.issued(step, node) <= self.now + EPS
 
     def issued(self, step: int, node: int) -> float:
+        """When a host is ready to launch, or later, so that the last launch is not after the end of the kernels."""
         offsets = self.prepared.offsets
         r = self.role(node)
-        return self.issue * (step * (offsets[r + 1] - offsets[r]) + node - offsets[r] + 1)
+        program = range(offsets[r], offsets[r + 1])
+        before = step * sum(map(self.hosted, program)) + sum(
+            map(self.hosted, program[: node - offsets[r]])
+        )
+        launch = self.hosted(node) - self.issue
+        return before + self.issue + max(0.0, launch - self.durations[node])
+
+    def hosted(self, node: int) -> float:
+        return self.issue + (self.launches[node] if self.launches else 0.0)
 
     def update_before(self, node: int) -> int | None:
         """Return what a collective on states waits for in the step before: the last that its role computes."""
@@ -171,7 +181,7 @@ class Fluid:
             for (_, x), t in self.end.items()
             if self.latency and self.is_transfer(x)
         ]
-        if not self.issue:
+        if not self.issue and not any(self.launches):
             return arrivals
         left = (
             (s, x)

@@ -11,12 +11,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, repeat
 
 from simpy import Environment, Event
 from simpy.events import Timeout
 
-from piper_ir.fold.steady_state import host_seconds, later_half, steady
+from piper_ir.fold.steady_state import later_half, steady
 from piper_ir.fold.timing import Prepared, Times, after_updates
 from piper_simulator.contention.loads import TimedPiece
 from piper_simulator.contention.rates import Activity, Flow, RunningMessage, SharedPool
@@ -94,6 +93,7 @@ def run_engine(
     *,
     latency: float = 0.0,
     issue: float = 0.0,
+    launches: Sequence[float] = (),
     steps: int = 1,
     flows: Sequence[Flow] | None = None,
     inside: Mapping[int, Sequence[TimedPiece]] | None = None,
@@ -101,16 +101,17 @@ def run_engine(
     """Return the times of each of `steps` steps that follow each other without a barrier.
 
     They are seconds since the start of the first step. `durations` are per node, a group taking that of its first
-    member; `latency` is that of a point-to-point transfer, `issue` is per instruction. `flows` give for each group its
-    load on links and devices, and its duration (0 for that in `durations`); None: nothing is shared. `inside` has the
-    pieces of the nodes with messages inside of their steps, which share links like others.
+    member; `latency` is that of a point-to-point transfer, `issue` is the host's per instruction, before `launches` per
+    node. `flows` give for each group its load on links and devices, and its duration (0 for that in `durations`); None:
+    nothing is shared. `inside` has the pieces of the nodes with messages inside of their steps, which share links like
+    others.
     """
     n = len(prepared)
     times = [
         Times([0.0] * n, [0.0] * n, [0.0] * n, [0.0] * n, [0.0] * len(prepared.roles))
         for _ in range(steps)
     ]
-    work = _Work(prepared, durations, latency, issue, flows, inside or {})
+    work = _Work(prepared, durations, latency, issue, launches, flows, inside or {})
     engine = _Engine(work, steps, times)
     engine.start()
     engine.env.run()
@@ -126,6 +127,7 @@ def period(
     *,
     latency: float,
     issue: float,
+    launches: Sequence[float] = (),
     inside: Mapping[int, Sequence[TimedPiece]] | None = None,
 ) -> float:
     """Return the period as `piper_ir.fold.steady_state.period` does, but under contention.
@@ -133,10 +135,10 @@ def period(
     Steps run until they repeat, to 1e-9. They count as long as every stream has more to come, since afterwards there is
     less to share with. If a stream runs so far ahead that hardly any step is left, all count.
     """
-    host = host_seconds(prepared, issue)
     if not prepared.streams:
         return 0.0
-    work = _Work(prepared, durations, latency, issue, flows, inside or {})
+    work = _Work(prepared, durations, latency, issue, launches, flows, inside or {})
+    host = max([ends[0] for _, ends in _Engine(work, 1, ()).hosts], default=0.0)
     for steps in PERIOD_STEPS:
         engine = _Engine(work, steps, ())
         ends = _StepEnds(engine.env, len(prepared.streams), steps, host)
@@ -370,6 +372,7 @@ class _Work:
     durations: Sequence[float]
     latency: float
     issue: float
+    launches: Sequence[float]
     flows: Sequence[Flow] | None
     inside: Mapping[int, Sequence[TimedPiece]]
 
@@ -388,10 +391,9 @@ class _Engine:
         self.ends: _StepEnds | None = None
         self.streams: list[_Stream] = []
         self.counters = [_Counter() for _ in prepared.streams]
-        roles = range(len(prepared.roles) if work.issue else 0)
-        self.issued = [
-            array("d", accumulate(repeat(work.issue, self.instructions(r) * steps))) for r in roles
-        ]
+        hosted = work.issue or any(work.launches)
+        self.hosts = [self._host(work, r) for r in range(len(prepared.roles) if hosted else 0)]
+        self.issued = [issued for issued, _ in self.hosts]
         groups = zip(prepared.groups, prepared.p2p)
         self.meetings = [
             _Meeting(self.env, len(g), p2p) if len(g) > 1 else None for g, p2p in groups
@@ -400,6 +402,21 @@ class _Engine:
         for nodes in prepared.streams:
             for k, node in enumerate(nodes, 1):
                 self.place[node] = k
+
+    def _host(self, work: _Work, r: int) -> tuple[list[float], list[float]]:
+        """Return when a host has issued each instruction of each step, and when each step."""
+        issued: list[float] = []
+        ends: list[float] = []
+        begun = 0.0
+        for _ in range(self.steps):
+            clock = 0.0
+            for node in range(self.prepared.offsets[r], self.prepared.offsets[r + 1]):
+                launch = work.launches[node] if work.launches else 0.0
+                clock += work.issue + launch
+                issued.append(begun + (clock - min(launch, work.durations[node])))
+            begun += clock
+            ends.append(begun)
+        return issued, ends
 
     def start(self, ends: _StepEnds | None = None) -> None:
         """Let all streams go, in plan order."""
@@ -457,6 +474,5 @@ class _Engine:
                 done = counter.at[step * len(nodes) : (step + 1) * len(nodes)]
                 for node, at in zip(nodes, done, strict=True):
                     times.done[node] = at
-            for r, issued in enumerate(self.issued):
-                upto = (step + 1) * self.instructions(r)
-                times.host[r] = issued[upto - 1] if upto else 0.0
+            for r, (_, ends) in enumerate(self.hosts):
+                times.host[r] = ends[step]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from packages.simulator.tests.toys import beside, changed, toy
 from piper_ir.fold import steady_state
+from piper_ir.fold.issue import issue_times
 from piper_ir.fold.timing import Times, prepare, sweep
 from piper_ir.ground.errors import ClusterError
 from piper_ir.plan.plan import Plan
@@ -316,8 +317,9 @@ def test_no_more_steps_run_than_show_that_they_repeat() -> None:
 def test_the_period_of_a_plan_is_that_of_its_sweep_or_longer(seed: int) -> None:
     plan, durations, found = random_flows(seed)
     prepared = prepare(plan)
-    _, period = engine.step_and_period(StepWork(prepared, durations, plan.hop, 0.01, found))
-    assert period >= 0.99 * steady_state.period(prepared, durations, latency=plan.hop, issue=0.01)
+    issue = issue_times(prepared.offsets, 0.01)
+    _, period = engine.step_and_period(StepWork(prepared, durations, plan.hop, issue, found))
+    assert period >= 0.99 * steady_state.period(prepared, durations, latency=plan.hop, issue=issue)
 
 
 def random_flows(seed: int) -> tuple[Plan, list[float], list[Flow]]:
@@ -347,10 +349,11 @@ def test_without_shares_the_engine_equals_the_sweep(seed: int, steps: int) -> No
     alone = [replace(f, shares={}, takes={}) for f in found]
     prepared, before = prepare(plan), None
     assert not slows_anything(alone)
+    issue = issue_times(prepared.offsets, 0.13)
     for times in engine.run_engine(
-        prepared, durations, latency=plan.hop, issue=0.13, steps=steps, flows=alone
+        prepared, durations, latency=plan.hop, issue=issue, steps=steps, flows=alone
     ):
-        before = sweep(prepared, durations, latency=plan.hop, issue=0.13, after=before)
+        before = sweep(prepared, durations, latency=plan.hop, issue=issue, after=before)
         assert near(times, before)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from packages.simulator.tests.fluid import Fluid, Rates, water_levels
 from packages.simulator.tests.toys import toy
+from piper_ir.fold.issue import issue_times
 from piper_ir.fold.timing import Prepared, Times, prepare
 from piper_ir.plan.plan import Plan
 from piper_ir.program.ops import COMM, message_op
@@ -19,7 +20,7 @@ from piper_simulator.contention.rates import Flow, fair_rates
 from piper_simulator.durations.device_model import Work
 from piper_simulator.durations.instances import instances
 from piper_simulator.times import engine
-from tests.helpers.random_plans import PlanBuilder, random_plan
+from tests.helpers.random_plans import PlanBuilder, random_launches, random_plan
 
 
 def random_demands(prepared: Prepared, durations: list[float], rng: Random) -> list[Flow]:
@@ -47,20 +48,29 @@ def near(prepared: Prepared, found: list[Times], by: Fluid) -> None:
 
 
 @given(
-    seed=st.integers(0, 1 << 30), steps=st.integers(1, 2), issue=st.sampled_from([0.0, 0.0, 0.11])
+    seed=st.integers(0, 1 << 30),
+    steps=st.integers(1, 2),
+    issue=st.sampled_from([0.0, 0.0, 0.11]),
+    launching=st.booleans(),
 )
 def test_the_engine_equals_rates_computed_anew_at_each_moment(
-    seed: int, steps: int, issue: float
+    seed: int, steps: int, issue: float, launching: bool
 ) -> None:
     plan, durations = random_plan(seed, most_roles=4, most=25)
     prepared = prepare(plan)
     found = random_demands(prepared, durations, Random(seed))
-    by = Fluid(prepared, durations, found, plan.hop, issue, steps)
+    launches = random_launches(durations, Random(seed)) if launching else []
+    by = Fluid(prepared, durations, found, plan.hop, issue, steps, launches)
     by.run()
     near(
         prepared,
         engine.run_engine(
-            prepared, durations, latency=plan.hop, issue=issue, steps=steps, flows=found
+            prepared,
+            durations,
+            latency=plan.hop,
+            issue=issue_times(prepared.offsets, issue, launches, durations),
+            steps=steps,
+            flows=found,
         ),
         by,
     )

@@ -8,7 +8,7 @@ import pytest
 from piper_ir.program.program import Cost, Kernel
 from piper_simulator import load_cluster
 from piper_simulator.durations.eager_launches import SLICE, Launched, launched_by_torch
-from piper_simulator.durations.kernels import by_kind, launch_count, launched, step_seconds
+from piper_simulator.durations.kernels import by_kind, launch_count, step_took
 
 H200, *_STARTED = (load_cluster(f"h200x1{stack}").device for stack in ("", "@eager", "@inductor"))
 EAGER, FUSED = (replace(device, kernel_s=0.0) for device in _STARTED)
@@ -95,10 +95,9 @@ def test_every_kernel_is_launched() -> None:
         launch_count(EAGER, cost) == 2 * (8 * (2 + 6) + 6)
         and launch_count(H200, cost) == launch_count(FUSED, cost) == 2
     )
-    busy = 2 * by_kind(EAGER, FORWARD, backward=False)
-    assert step_seconds(replace(EAGER, launch_s=1e-4), cost, "F") == pytest.approx(
-        launched(replace(EAGER, launch_s=1e-4), busy, 140)
-    )
+    took = step_took(replace(EAGER, launch_s=1e-4), cost, "F")
+    assert took.seconds == pytest.approx(2 * by_kind(EAGER, FORWARD, backward=False))
+    assert took.launch_s == pytest.approx(140e-4)
 
 
 def test_a_layer_norms_gradients_come_from_two_kernels() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from packages.simulator.tests import simpy_engine
 from packages.simulator.tests.test_contention_reference import random_demands
+from piper_ir.fold.issue import issue_times
 from piper_ir.fold.timing import Prepared, prepare, sweep
 from piper_simulator.contention.loads import TimedPiece
 from piper_simulator.contention.rates import Flow
@@ -20,21 +21,31 @@ from piper_simulator.times import engine
 from piper_simulator.times.engine import run_engine
 from piper_simulator.times.step_work import StepWork
 from tests.helpers.cases import each_case
-from tests.helpers.random_plans import PlanBuilder, random_plan
+from tests.helpers.random_plans import PlanBuilder, random_launches, random_plan
 
 
 @given(
-    seed=st.integers(0, 1 << 30), issue=st.sampled_from([0.0, 0.13, 1.0]), steps=st.integers(1, 3)
+    seed=st.integers(0, 1 << 30),
+    each=st.sampled_from([0.0, 0.13, 1.0]),
+    launching=st.booleans(),
+    steps=st.integers(1, 3),
 )
-def test_the_engine_equals_the_sweep_exactly(seed: int, issue: float, steps: int) -> None:
+def test_the_engine_equals_the_sweep_and_the_events_of_simpy_exactly(
+    seed: int, each: float, launching: bool, steps: int
+) -> None:
     plan, durations = random_plan(seed)
     prepared = prepare(plan)
+    launches = random_launches(durations, Random(seed)) if launching else []
+    issue = issue_times(prepared.offsets, each, launches, durations)
     found = run_engine(prepared, durations, latency=plan.hop, issue=issue, steps=steps)
     before = None
     for times in found:
         before = sweep(prepared, durations, latency=plan.hop, issue=issue, after=before)
         assert times == before
     assert len(found) == steps
+    assert found == simpy_engine.run_engine(
+        prepared, durations, latency=plan.hop, issue=each, launches=launches, steps=steps
+    )
 
 
 @each_case("what", ["latency", "issue", "duration"])
@@ -47,7 +58,7 @@ def test_negative_control_the_comparison_sees_a_difference(what: str) -> None:
     assert run_engine(prepared, durations, latency=1.0) == [sweep(prepared, durations, latency=1.0)]
     other = {
         "latency": sweep(prepared, durations, latency=1.0 + 1e-9),
-        "issue": sweep(prepared, durations, latency=1.0, issue=1e-9),
+        "issue": sweep(prepared, durations, latency=1.0, issue=issue_times(prepared.offsets, 1e-9)),
         "duration": sweep(prepared, [1.0, 0.5, 0.5, 1.0 + 1e-9], latency=1.0),
     }
     assert run_engine(prepared, durations, latency=1.0) != [other[what]]
@@ -61,12 +72,14 @@ def test_the_result_does_not_depend_on_the_order_of_roles() -> None:
         ends = [len(r.program) for r in plan.roles]
         first = [sum(ends[:r]) for r in range(len(ends))]
         pieces = [durations[f : f + n] for f, n in zip(first, ends)]
-        (times,) = run_engine(prepare(plan), durations, latency=plan.hop, issue=0.1)
-        (other,) = run_engine(
-            prepare(turned),
-            [d for piece in pieces[::-1] for d in piece],
-            latency=plan.hop,
-            issue=0.1,
+        (times,), (other,) = (
+            run_engine(
+                prepared, seconds, latency=plan.hop, issue=issue_times(prepared.offsets, 0.1)
+            )
+            for prepared, seconds in (
+                (prepare(plan), durations),
+                (prepare(turned), [d for piece in pieces[::-1] for d in piece]),
+            )
         )
         starts = [times.start[f : f + n] for f, n in zip(first, ends)]
         assert other.start == [t for piece in starts[::-1] for t in piece]
@@ -116,7 +129,7 @@ def test_steps_repeat_when_all_that_is_under_way_does() -> None:
         durations = [round(d / grid) * grid for d in durations] if grid else durations
         flows = random_demands(prepared, durations, rng)
         inside = pieces_inside(prepared, rng, grid)
-        work = StepWork(prepared, durations, plan.hop, 0.0, flows, inside)
+        work = StepWork(prepared, durations, plan.hop, None, flows, inside)
         with patch.object(engine._StepEnds, "seen"):
             _, period = engine.step_and_period(work)
         _, found = engine.step_and_period(work)
@@ -142,12 +155,13 @@ def test_the_work_of_a_step_is_gone_with_its_engines() -> None:
 
 @given(
     seed=st.integers(0, 1 << 30),
-    issue=st.sampled_from([0.0, 0.11]),
+    each=st.sampled_from([0.0, 0.11]),
+    launching=st.booleans(),
     grid=st.sampled_from([0.0, 0.25]),
 )
-@example(seed=13169, issue=0.11, grid=0.0)  # two instructions on two roles
+@example(seed=13169, each=0.11, launching=False, grid=0.0)  # two instructions on two roles
 def test_pieces_inside_of_steps_end_when_an_event_for_each_ends_them(
-    seed: int, issue: float, grid: float
+    seed: int, each: float, launching: bool, grid: float
 ) -> None:
     """Compare the engines on a random plan; with `grid`, very many events have the same moment."""
     plan, durations = random_plan(seed, most_roles=5, most=25)
@@ -156,11 +170,14 @@ def test_pieces_inside_of_steps_end_when_an_event_for_each_ends_them(
         durations = [round(d / grid) * grid for d in durations]
     flows = random_demands(prepared, durations, rng)
     inside = pieces_inside(prepared, rng, grid)
-    asked = {"latency": plan.hop, "issue": issue, "inside": inside}
+    launches = random_launches(durations, Random(seed)) if launching else []
+    issue = issue_times(prepared.offsets, each, launches, durations)
+    asked = {"latency": plan.hop, "inside": inside, "issue": issue}
+    oracle = {**asked, "issue": each, "launches": launches}
     whole = engine.run_engine(prepared, durations, steps=2, flows=flows, **asked)
-    assert whole == simpy_engine.run_engine(prepared, durations, steps=2, flows=flows, **asked)
+    assert whole == simpy_engine.run_engine(prepared, durations, steps=2, flows=flows, **oracle)
     with patch.object(engine._StepEnds, "seen"):  # so all streams have to advance alike
         work = StepWork(prepared, durations, flows=flows, **asked)
         alone, period = engine.step_and_period(work)
-    assert [alone] == simpy_engine.run_engine(prepared, durations, flows=flows, **asked)
-    assert period == simpy_engine.period(prepared, durations, flows, **asked)
+    assert [alone] == simpy_engine.run_engine(prepared, durations, flows=flows, **oracle)
+    assert period == simpy_engine.period(prepared, durations, flows, **oracle)

@@ -1,6 +1,7 @@
 """The device model: each formula by hand, and the order in which durations are looked for."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from piper_ir.plan.plan import Bucket, Channel, Instr, Part, Plan, RolePlan, Sta
 from piper_ir.program.costs import CommDuration, Costs, Duration
 from piper_ir.program.ops import Add, Collective, Compute, Op, Recv, Send, SquaredNorm, Update
 from piper_ir.program.program import Chunk, Cost, Kernel, Signature
-from piper_simulator import Cluster, DeviceModel, SlowLink, model_for
+from piper_simulator import Cluster, DeviceModel, SlowLink, Work, model_for
 from piper_simulator.cluster.kernel_table import KernelDuration
 from piper_simulator.cluster.stacks import STACKS
 from piper_simulator.durations.updates import Updated, update_bytes, update_seconds
@@ -74,20 +75,21 @@ def plan(*chunks: Chunk, mesh: Mesh | None = None, over: tuple[str, ...] = ()) -
     return Plan("k", mesh, 4, 1, over, roles, channels, buckets, values, chunks)
 
 
-def seconds(
+def work(
     p: Plan,
     op: Op,
     *,
     on: Cluster | None = MACHINE,
     costs: Costs | None = None,
     reads: tuple[str, ...] = ("u",),
-) -> float:
+) -> Work:
     writes = ("v",) if isinstance(op, Recv | Add) else ()
-    return (
-        DeviceModel(p, on, costs)
-        .work(p.roles[0], Instr("x", (Part("node", op, reads=reads, writes=writes),)))
-        .seconds
-    )
+    instr = Instr("x", (Part("node", op, reads=reads, writes=writes),))
+    return DeviceModel(p, on, costs).work(p.roles[0], instr)
+
+
+def seconds(p: Plan, op: Op, **more: Any) -> float:
+    return work(p, op, **more).seconds
 
 
 CAPTURED = plan(chunk("c", MATMUL, ADD), chunk("tiny", replace(ADD, bytes=1, count=8)))
@@ -98,8 +100,11 @@ def test_compute_is_the_larger_of_flops_and_bytes_per_kernel() -> None:
     assert seconds(CAPTURED, Compute("c", "F")) == 4.0 + 6.0
 
 
-def test_compute_is_never_less_than_its_launches() -> None:
-    assert seconds(CAPTURED, Compute("tiny", "F")) == 8 * 0.25
+def test_launches_are_beside_the_kernels() -> None:
+    found = work(CAPTURED, Compute("tiny", "F"))
+    assert (found.seconds, found.launch_s) == (pytest.approx(8 * 1 / 80), 8 * 0.25)
+    measured = Costs({"tiny": {"F": Duration(1.0, "measured")}})
+    assert work(CAPTURED, Compute("tiny", "F"), costs=measured).launch_s == 0, "measured with them"
 
 
 def test_launches_and_issue_add_up_where_the_host_is_the_device() -> None:
@@ -115,8 +120,9 @@ def test_the_kernels_of_a_graph_wait_for_no_launch_and_its_instructions_share_on
     first = replace(CAPTURED.roles[0], program=program)
     graphed = replace(CAPTURED, roles=(first, *CAPTURED.roles[1:]), cuda_graph=True)
     many_launches = changed(MACHINE, launch_s=100.0)
-    assert seconds(CAPTURED, Compute("c", "F"), on=many_launches) == 4 * 100.0
-    assert seconds(graphed, Compute("c", "F"), on=many_launches) == 4.0 + 6.0
+    for of, launch_s in ((CAPTURED, 4 * 100.0), (graphed, 0.0)):
+        found = work(of, Compute("c", "F"), on=many_launches)
+        assert (found.seconds, found.launch_s) == (4.0 + 6.0, launch_s)
     assert DeviceModel(graphed, MACHINE, None).issue_s == 0.125 / 3
     with pytest.raises(ClusterError, match="toy is no CUDA device"):
         DeviceModel(graphed, changed(MACHINE, synchronous=True), None)
@@ -125,8 +131,9 @@ def test_the_kernels_of_a_graph_wait_for_no_launch_and_its_instructions_share_on
 def test_an_instruction_of_several_parts_takes_their_sum_and_the_least_trusted_label() -> None:
     parts = (Part("a", Compute("c", "F")), Part("b", Compute("tiny", "F")))
     costs = Costs({"c": {"F": Duration(1.0, "measured")}})
-    work = DeviceModel(CAPTURED, MACHINE, costs).work(CAPTURED.roles[0], Instr("compute", parts))
-    assert (work.seconds, work.source, work.flops) == (1.0 + 2.0, "formula", 2000 + 30 + 80)
+    found = DeviceModel(CAPTURED, MACHINE, costs).work(CAPTURED.roles[0], Instr("compute", parts))
+    assert (found.seconds, found.source) == (pytest.approx(1.0 + 0.1), "formula")
+    assert (found.launch_s, found.flops) == (8 * 0.25, 2000 + 30 + 80)
 
 
 def test_memory_ops_move_their_bytes() -> None:
@@ -145,11 +152,10 @@ def test_with_a_stack_an_update_is_what_its_optimizer_launches() -> None:
         stack = changed(MACHINE, stack=STACKS[name], launch_s=0.0)
         assert sum(update_bytes(of, fused=name == "eager")) == tensors
         assert seconds(CAPTURED, Update(("b",)), on=stack, reads=()) == pytest.approx(tensors / 80)
-    scaled = seconds(
-        CAPTURED, Update(("b",), clip=1.0), on=changed(MACHINE, stack=STACKS["eager"]), reads=()
-    )
-    assert scaled == pytest.approx(
-        update_seconds(changed(MACHINE, stack=STACKS["eager"]).device, replace(of, scaled=True))
+    on = changed(MACHINE, stack=STACKS["eager"])
+    scaled = work(CAPTURED, Update(("b",), clip=1.0), on=on, reads=())
+    assert (scaled.seconds, scaled.launch_s) == pytest.approx(
+        update_seconds(on.device, replace(of, scaled=True))
     )
 
 

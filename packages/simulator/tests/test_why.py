@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from packages.simulator.tests.toys import changed, toy
 from piper_compiler import Strategy, compile_program, recipes, synthetic
+from piper_ir.fold.issue import issue_times
 from piper_ir.fold.timing import Times, prepare, sweep
 from piper_ir.ground.errors import ClusterError, PlanError
 from piper_ir.ground.mesh import Mesh
@@ -286,8 +287,9 @@ def contiguous(pieces: tuple[PathPiece, ...], start: float, end: float) -> None:
 def swept(seed: int, issue: float) -> tuple[Plan, list[float], Times, Chains]:
     plan, durations = random_plan(seed)
     prepared = prepare(plan)
-    times = sweep(prepared, durations, latency=plan.hop, issue=issue)
-    return plan, durations, times, Chains(prepared, times, latency=plan.hop, issue=issue)
+    host = issue_times(prepared.offsets, issue)
+    times = sweep(prepared, durations, latency=plan.hop, issue=host)
+    return plan, durations, times, Chains(prepared, times, latency=plan.hop, issue=host)
 
 
 SEEDS, ISSUES = st.integers(0, 1 << 30), st.sampled_from((0.0, 0.1, 0.7))
@@ -324,7 +326,9 @@ def test_the_path_is_contiguous_and_what_is_on_it_is_critical(seed: int, issue: 
         ):
             longer[m] += 1.0
         assert (
-            sweep(prepared, longer, latency=plan.hop, issue=issue).makespan
+            sweep(
+                prepared, longer, latency=plan.hop, issue=issue_times(prepared.offsets, issue)
+            ).makespan
             >= times.makespan + 1.0 - 1e-9
         )
 

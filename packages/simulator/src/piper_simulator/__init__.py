@@ -50,7 +50,7 @@ from piper_simulator.simulation import Simulation, simulate
 from piper_simulator.times.engine import run_engine
 from piper_simulator.times.jitter import Distribution
 from piper_simulator.times.splitting import split
-from piper_simulator.times.timed import swept
+from piper_simulator.times.timed import issue_of, swept
 
 __all__ = [
     "DEVICES",
@@ -103,6 +103,7 @@ __all__ = [
     "device_memory",
     "device_type",
     "given_only",
+    "issue_of",
     "kernel_seconds",
     "launch_count",
     "load_cluster",

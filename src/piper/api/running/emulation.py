@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from piper.api.compiling.compiling import Compiled
 from piper.api.ground.clusters import chosen_cluster, local_cluster
 from piper.api.ground.results import new_folder, save_run, unless_empty
-from piper_ir.fold.timing import prepare
+from piper_ir.fold.timing import Prepared, prepare
 from piper_ir.plan.plan import Plan
 from piper_ir.program.costs import Costs
 from piper_runtime.launch import Durations, Emulation, RunOptions
 from piper_runtime.launch import emulate as run
-from piper_simulator import Cluster, CostModelFactory, DeviceModel, given_only, model_for, split
+from piper_simulator import (
+    Cluster,
+    CostModelFactory,
+    DeviceModel,
+    given_only,
+    issue_of,
+    model_for,
+    split,
+    work_of,
+)
 
 if TYPE_CHECKING:
     from piper_runtime.launch import Pool
@@ -81,15 +92,21 @@ def durations_on(
     costs: Costs | None = None,
     model: CostModelFactory = DeviceModel,
 ) -> Durations:
-    """Return the duration of every instruction in `simulate`; a communication's is that on its first member."""
+    """Return durations and times of hosts as in `simulate`; a communication's duration is that on its first member."""
     cost_model = model_for(plan, cluster, costs, model)
-    seconds = [cost_model.work(role, instr).seconds for role, _, instr in plan.instructions()]
-    prepared = prepare(plan)
+    prepared, work = prepare(plan), work_of(cost_model, plan)
+    issue, seconds = issue_of(prepared, cost_model.issue_s, work), [w.seconds for w in work]
     for members in prepared.groups:
         for node in members:
             seconds[node] = seconds[members[0]]
-    first = dict(zip(prepared.roles, prepared.offsets))
-    by_role = {
-        r.role: tuple(seconds[first[r.role] : first[r.role] + len(r.program)]) for r in plan.roles
-    }
-    return Durations(by_role, plan.hop, cost_model.issue_s)
+    by_role = _by_role(prepared, seconds)
+    if issue is None:
+        return Durations(by_role, plan.hop)
+    host_s = dict(zip(prepared.roles, issue.step_s))
+    return Durations(by_role, plan.hop, _by_role(prepared, issue.at), host_s)
+
+
+def _by_role(prepared: Prepared, by_node: Sequence[float]) -> dict[str, tuple[float, ...]]:
+    """Return numbers per node as numbers per instruction of each role."""
+    bounds = zip(prepared.roles, pairwise(prepared.offsets))
+    return {role: tuple(by_node[first:end]) for role, (first, end) in bounds}

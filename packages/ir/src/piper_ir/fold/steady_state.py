@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from piper_ir.fold.timing import Issue, Prepared, sweep
+from piper_ir.fold.issue import Issue
+from piper_ir.fold.timing import Prepared, sweep
 
 
 def period(

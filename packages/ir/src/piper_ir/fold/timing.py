@@ -10,7 +10,7 @@ implements independently:
    channel.
 4. A point-to-point transfer occupies both streams for its duration. Its waiters see it done `latency` later, which
    occupies nothing: the next transfer may start at once. A wait for n instructions holds until all n are done.
-5. A host issues its role's instructions in program order (`Issue`), and is never blocked.
+5. A host issues its role's instructions in program order, and is never blocked (`piper_ir.fold.issue`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, zip_longest
 
+from piper_ir.fold.issue import Issue
 from piper_ir.ground.errors import PlanError
 from piper_ir.plan.plan import Channel, Plan, RolePlan
 from piper_ir.program.ops import op_name
@@ -88,19 +89,6 @@ class Times:
     def makespan(self) -> float:
         """Return when the last node is done."""
         return max(self.done, default=0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Issue:
-    """Hold the times of hosts in seconds, each since its host began with a step (`piper_ir.fold.issue`).
-
-    Attributes:
-        at: by node, when it may start as far as its host is concerned.
-        step_s: by role, when its host has issued a step and begins with the next.
-    """
-
-    at: Sequence[float]
-    step_s: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,12 +96,11 @@ class _CheckedModel(CostModel):
             raise self._error(role, instr, f"raised {type(e).__name__}: {e}{user_line(e)}") from e
         if not isinstance(done, Work):
             raise self._error(role, instr, f"gave {done!r}; a piper.Work is needed")
-        if not _is_amount(done.seconds):
-            raise self._error(
-                role,
-                instr,
-                f"gave seconds={shown(done.seconds)}; finite seconds from 0 on are needed",
-            )
+        for name in ("seconds", "launch_s"):
+            if not _is_amount(amount := getattr(done, name)):
+                raise self._error(
+                    role, instr, f"gave {name}={shown(amount)}; finite seconds from 0 on are needed"
+                )
         for name in ("bytes", "flops"):
             if not _is_amount(amount := getattr(done, name)) or amount % 1:
                 raise self._error(

@@ -117,7 +117,8 @@ class DeviceModel(CostModel):
             )
         if factor == 1:
             return done
-        return replace(done, seconds=done.seconds + (factor - 1) * (done.seconds - done.inside_s))
+        seconds = done.seconds + (factor - 1) * (done.seconds - done.inside_s)
+        return replace(done, seconds=seconds, launch_s=factor * done.launch_s)
 
     def _kinds_in(self, role: RolePlan) -> tuple[int, ...]:
         if len(self._devices) == 1 or self.cluster is None:
@@ -248,11 +249,12 @@ class DeviceModel(CostModel):
         return max(0.0, known.seconds - self._step_s(role) / len(self._calls[role.role]))
 
     def _step_s(self, role: RolePlan) -> float:
-        """Return the seconds that a role computes in a step."""
+        """Return the seconds that a role computes in a step, or that its host launches if that takes longer."""
         if role.role not in self._computes:
             kind = self._kinds_in(role)[0]
             parts = (p for instr in role.program for p in instr.parts if isinstance(p.op, Compute))
-            self._computes[role.role] = sum(self._part(role, p, kind).seconds for p in parts)
+            each = [(w.seconds, w.launch_s) for p in parts for w in (self._part(role, p, kind),)]
+            self._computes[role.role] = max(map(sum, zip(*each)), default=0.0)
         return self._computes[role.role]
 
     def _is_first(self, role: RolePlan, part: Part) -> bool:
@@ -320,13 +322,14 @@ class DeviceModel(CostModel):
                 if sig.experts is None:  # no stack runs the messages of experts beside products
                     inside = beside_kernels(device, inside, kernels.seconds)
             seconds = kernels.seconds + sum([m.exposed_s for m in inside])
-            self._inside[key] = Work(
-                seconds,
-                source,
-                sum([m.bytes for m in inside]),
-                kernels.flops,
-                inside,
-                launch_s,
+            nbytes = sum([m.bytes for m in inside])
+            self._inside[key] = replace(
+                kernels,
+                seconds=seconds,
+                source=source,
+                bytes=nbytes,
+                inside=inside,
+                launch_s=launch_s,
             )
         return self._inside[key]
 

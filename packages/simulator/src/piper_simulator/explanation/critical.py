@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from piper_ir.fold.timing import Issue, Prepared, Times
+from piper_ir.fold.issue import Issue
+from piper_ir.fold.timing import Prepared, Times
 
 Holder = Literal["compute", "communication", "latency", "host"]
 """The kind of a cause. compute: an instruction runs. communication: a message occupies its streams.

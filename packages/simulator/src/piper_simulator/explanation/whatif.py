@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
-from piper_ir.fold.timing import Issue, Times, sweep
+from piper_ir.fold.issue import Issue
+from piper_ir.fold.timing import Times, sweep
 from piper_ir.plan.plan import Plan
 from piper_ir.program.costs import Costs
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
 from piper_simulator.cluster.network import Links
 from piper_simulator.durations.checked import model_for
-from piper_simulator.durations.cost_model import CostModelFactory, work_of
+from piper_simulator.durations.cost_model import CostModelFactory, Work, work_of
 from piper_simulator.durations.device_model import DeviceModel
 from piper_simulator.times.splitting import split
 from piper_simulator.times.timed import contention_applies, durations_of, shared_flows, step_alone
@@ -82,7 +83,7 @@ class Case:
                 end - start for start, end in zip(self.times.start, self.times.end, strict=True)
             ]
         self.step_s = self.times.makespan
-        self._formula: tuple[list[float], float] | None = None
+        self._formula: tuple[list[Work], float] | None = None
 
     @property
     def issue(self) -> Issue | None:
@@ -110,25 +111,17 @@ class Case:
         work, issue_s = work_of(costing, self.plan), costing.issue_s
         if measured:
             before, issue_before = self._before()
-            scaled = [
-                _scaled(w.seconds, new.seconds, old)
-                for w, new, old in zip(self.work, work, before, strict=True)
-            ]
-            inside = [new.inside for new in work]
-            work = [
-                replace(w, seconds=s, inside=m)
-                for w, s, m in zip(self.work, scaled, inside, strict=True)
-            ]
+            work = [_changed(*each) for each in zip(self.work, work, before, strict=True)]
             issue_s = _scaled(self.issue_s, issue_s, issue_before)
         flows = shared_flows(self.plan, cluster, self.prepared, work, contention=self.contention)
         return step_alone(replace(self._taken, work=work, flows=flows, issue_s=issue_s)).makespan
 
-    def _before(self) -> tuple[list[float], float]:
+    def _before(self) -> tuple[list[Work], float]:
         """Return the results of formulas on the unchanged cluster."""
         if self._formula is None:
             plain = None if self.cluster is None else self.cluster.each_links(_without_table)
             costing = model_for(self.plan, plain, None, self.model)
-            self._formula = [w.seconds for w in work_of(costing, self.plan)], costing.issue_s
+            self._formula = work_of(costing, self.plan), costing.issue_s
         return self._formula
 
     def alone(self) -> float:
@@ -151,6 +144,20 @@ class Case:
 
 def _without_table(links: Links) -> Links:
     return replace(links, messages=())
+
+
+def _changed(work: Work, new: Work, old: Work) -> Work:
+    """Return the work on a changed cluster, by its formulas there and on the unchanged one.
+
+    A duration without launches was measured with them, or has none.
+    """
+    if work.launch_s:
+        seconds = _scaled(work.seconds, new.seconds, old.seconds)
+    else:
+        longer, before = max(new.seconds, new.launch_s), max(old.seconds, old.launch_s)
+        seconds = _scaled(work.seconds, longer, before)
+    launch_s = _scaled(work.launch_s, new.launch_s, old.launch_s)
+    return replace(work, seconds=seconds, inside=new.inside, launch_s=launch_s)
 
 
 def _scaled(value: float, new: float, old: float) -> float:

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, repeat
 
+from piper_ir.fold.issue import Issue
 from piper_ir.fold.steady_state import host_seconds, later_half, steady
-from piper_ir.fold.timing import Issue, Prepared, Times
+from piper_ir.fold.timing import Prepared, Times
 from piper_simulator.contention.loads import TimedPiece
 from piper_simulator.contention.rates import Flow
 from piper_simulator.times.clock import EventClock
@@ -40,9 +41,9 @@ def run_engine(
     """Return the times of each of `steps` steps that follow each other without a barrier.
 
     They are seconds since the start of the first step. `durations` are per node, a group taking that of its first
-    member; `latency` is that of a point-to-point transfer, `issue` says when hosts issue. `flows` give for each group its
-    load on links and devices, and its duration (0 for that in `durations`); None: nothing is shared. `inside` has the
-    pieces of the nodes with messages inside of their steps, which share links like others.
+    member; `latency` is that of a point-to-point transfer, `issue` says when hosts issue. `flows` give for each group
+    its load on links and devices, and its duration (0 for that in `durations`); None: nothing is shared. `inside` has
+    the pieces of the nodes with messages inside of their steps, which share links like others.
     """
     return run_steps(StepWork(prepared, durations, latency, issue, flows, inside), steps)
 
@@ -345,7 +346,9 @@ class _Engine:
         self.work, self.steps, self.times = work, steps, times
         self.clock = EventClock()
         self.shared = (
-            SharedActivities(self.clock, len(work.sizes), work.profiles) if work.shares else None
+            SharedActivities(self.clock, len(work.prepared.roles), work.profiles)
+            if work.shares
+            else None
         )
         self.ends: _StepEnds | None = None
         self.rest: deque[Callable[[], None]] = deque()

@@ -23,7 +23,8 @@ from math import exp, log
 from random import Random
 from typing import Any
 
-from piper_ir.fold.timing import Issue, Prepared, Times, prepare, sweep
+from piper_ir.fold.issue import Issue
+from piper_ir.fold.timing import Prepared, Times, prepare, sweep
 from piper_ir.ground.errors import PlanError
 from piper_ir.ground.limits import most
 from piper_ir.plan.plan import Plan

@@ -6,10 +6,10 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Self
 
-from piper_ir.fold.timing import Issue, Prepared, after_updates
+from piper_ir.fold.issue import Issue
+from piper_ir.fold.timing import Prepared, after_updates
 from piper_simulator.contention.loads import TimedPiece
 from piper_simulator.contention.rates import Flow
 from piper_simulator.times.shared_activities import PieceProfile
@@ -31,8 +31,6 @@ class StreamPart:
     """
 
     role: int
-    first: int
-    size: int
     work: Sequence[InstrWork]
 
 
@@ -61,7 +59,6 @@ class StepWork:
         for nodes in prepared.streams:
             for k, node in enumerate(nodes, 1):
                 self._place[node] = k
-        self.sizes = [b - a for a, b in pairwise(prepared.offsets)]
         before = after_updates(prepared)
         self.parts = [self._part(nodes, before.get(nodes[0])) for nodes in prepared.streams]
 
@@ -99,4 +96,4 @@ class StepWork:
         seconds = [durations[node if g < 0 else groups[g][0]] for node, g in zip(nodes, own)]
         flows = [None if g < 0 else self._flows[g] for g in own]
         work = list(zip(nodes, needs, several, seconds, flows, strict=True))
-        return StreamPart(role, self.prepared.offsets[role], self.sizes[role], work)
+        return StreamPart(role, work)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from piper_ir.fold import steady_state
-from piper_ir.fold.issue import issue_times
-from piper_ir.fold.timing import Issue, Prepared, Times, prepare, sweep
+from piper_ir.fold.issue import Issue, issue_times
+from piper_ir.fold.timing import Prepared, Times, prepare, sweep
 from piper_ir.plan.plan import Plan
 from piper_ir.program.costs import Costs
 from piper_simulator.cluster.cluster import Cluster
@@ -49,7 +49,7 @@ class PlanWork:
     @property
     def issue(self) -> Issue | None:
         """Return when hosts issue; None if they take no time."""
-        return _issue(self.prepared, self.issue_s, self.work)
+        return issue_of(self.prepared, self.issue_s, self.work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +120,16 @@ def durations_of(
 
 
 def swept(prepared: Prepared, model: CostModel, plan: Plan) -> tuple[float, float]:
-    """Return the seconds of a step alone and the period of a plan by the sweep, without contention."""
+    """Return the seconds of a step alone and the period, by the sweep, without contention."""
     work = work_of(model, plan)
-    issue = _issue(prepared, model.issue_s, work)
-    return steady_state.step_and_period(
-        prepared, [w.seconds for w in work], latency=plan.hop, issue=issue
-    )
+    durations, issue = [w.seconds for w in work], issue_of(prepared, model.issue_s, work)
+    return steady_state.step_and_period(prepared, durations, latency=plan.hop, issue=issue)
 
 
-def _issue(prepared: Prepared, issue_s: float, work: Sequence[Work]) -> Issue | None:
+def issue_of(prepared: Prepared, issue_s: float, work: Sequence[Work]) -> Issue | None:
+    """Return when hosts issue instructions of some work, and launch their kernels; None if that takes no time."""
     launches, durations = [w.launch_s for w in work], [w.seconds for w in work]
-    return issue_times(prepared, issue_s, launches, durations)
+    return issue_times(prepared.offsets, issue_s, launches, durations)
 
 
 def step_alone(taken: PlanWork) -> Times:
@@ -150,9 +149,7 @@ def time_steps(taken: PlanWork, steps: int = 1) -> Timed:
     prepared, durations = taken.prepared, work.durations
     if taken.flows is None:
         times = run_steps(work, steps)
-        period_s = steady_state.period(
-            prepared, durations, latency=taken.latency, issue=taken.issue
-        )
+        period_s = steady_state.period(prepared, durations, latency=taken.latency, issue=work.issue)
         return Timed(times[0], times[-1], durations, period_s, None)
     first, period_s = step_and_period(work)
     last = run_steps(work, steps)[-1] if steps > 1 else first

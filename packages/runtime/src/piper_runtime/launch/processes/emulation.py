@@ -20,7 +20,7 @@ from __future__ import annotations
 import pickle
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import NoReturn
 
@@ -51,17 +51,23 @@ class Durations:
     Attributes:
         seconds: by role, one per instruction of its program; equal on all members of a communication.
         latency: of a point-to-point transfer; it occupies no stream.
-        issue: per instruction, on the host.
+        issued: by role, when its host has issued each instruction since it began with a step; none for at once.
+        host_s: by role, seconds in which its host issues a step; it then begins with the next.
     """
 
     seconds: Mapping[str, Sequence[float]]
     latency: float = 0.0
-    issue: float = 0.0
+    issued: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    host_s: Mapping[str, float] = field(default_factory=dict)
 
     def scaled(self, factor: float) -> Durations:
         """Return all durations times a factor."""
-        seconds = {role: tuple(factor * s for s in each) for role, each in self.seconds.items()}
-        return Durations(seconds, factor * self.latency, factor * self.issue)
+        seconds, issued = (
+            {role: tuple([factor * s for s in each]) for role, each in by_role.items()}
+            for by_role in (self.seconds, self.issued)
+        )
+        host_s = {role: factor * s for role, s in self.host_s.items()}
+        return Durations(seconds, factor * self.latency, issued, host_s)
 
 
 class Emulation(Run):
@@ -82,17 +88,18 @@ def time_scale(plan: Plan, durations: Durations) -> float:
     """Return the seconds to sleep per simulated second.
 
     It is 1 if no compute takes time, or if the shortest compute instruction that matters sleeps between `SHORTEST_S`
-    and `LONGEST_S`; otherwise it brings that one into these bounds.
+    and `LONGEST_S`; otherwise it brings that one into these bounds. An instruction counts as at least as long as its
+    host takes for one on average.
     """
     shortest = min(
-        (s for role in plan.roles if (s := _shortest(role, durations.seconds[role.role])) > 0),
-        default=SHORTEST_S,
+        (s for role in plan.roles if (s := _shortest(role, durations)) > 0), default=SHORTEST_S
     )
     return min(max(shortest, SHORTEST_S), LONGEST_S) / shortest
 
 
-def _shortest(role: RolePlan, seconds: Sequence[float]) -> float:
+def _shortest(role: RolePlan, durations: Durations) -> float:
     """Return the shortest of a role's longest compute instructions that together are `MATTERS` of its compute."""
+    seconds = durations.seconds[role.role]
     longest = sorted(
         (s for s, instr in zip(seconds, role.program) if instr.stream == COMPUTE), reverse=True
     )
@@ -101,7 +108,7 @@ def _shortest(role: RolePlan, seconds: Sequence[float]) -> float:
         left -= last
         if left <= 0:
             break
-    return last
+    return max(last, durations.host_s.get(role.role, 0.0) / max(1, len(role.program)))
 
 
 def emulate(plan: Plan, durations: Durations, options: RunOptions) -> Emulation:
@@ -121,7 +128,8 @@ def emulate(plan: Plan, durations: Durations, options: RunOptions) -> Emulation:
             blob,
             tuple(slept.seconds[role.role]),
             slept.latency,
-            slept.issue,
+            tuple(slept.issued.get(role.role, ())),
+            slept.host_s.get(role.role, 0.0),
             options.steps,
             meeting,
         )
@@ -130,6 +138,7 @@ def emulate(plan: Plan, durations: Durations, options: RunOptions) -> Emulation:
         options.timeout_s
         + max((s for each in slept.seconds.values() for s in each), default=0.0)
         + slept.latency
+        + max(slept.host_s.values(), default=0.0)
     )
     if options.pool is not None:
         reports = options.pool.run(plan, requests, patience)

@@ -42,14 +42,16 @@ class EmulationRequest:
         plan: pickled.
         seconds: to sleep, per instruction.
         latency: seconds to sleep of a point-to-point transfer.
-        issue: seconds per instruction on the host, as they are slept.
+        issued: per instruction, when its host has issued it since it began with the step; empty for at once.
+        host_s: seconds in which the host issues a step; it then begins with the next.
         meeting: names the common start; it is different for every run.
     """
 
     plan: bytes
     seconds: tuple[float, ...]
     latency: float
-    issue: float
+    issued: tuple[float, ...]
+    host_s: float
     steps: int
     meeting: str
 
@@ -131,7 +133,8 @@ class TimedRank:
     """Let an engine run a rank whose instructions sleep, in place of tensors.
 
     `now` is when the step begins or, after it, when it was over, by the plan's time. `spans` has the last step's spans,
-    by the plan's time too. `held_up` is as in EmulationReport.
+    by the plan's time too. `held_up` is as in EmulationReport. The plan's host is never blocked: `_host` is when it
+    began with the step, long before `now` if it is quicker than its device.
 
     Per stream, `_end` is when its last instruction had left it, and `_done` when each of its instructions was done for
     waiters (`latency` later for a transfer). Only the stream's own thread writes them, before others learn that it has
@@ -144,7 +147,7 @@ class TimedRank:
         self.rank, self.step = rank, 0
         self._communicators = communicators
         self._inside: dict[str, Meet] = {}
-        self.now = 0.0
+        self.now = self._host = 0.0
         self.spans: list[TimedSpan] = []
         self.held_up: list[float] = []
         self._plan, self._request = plan, request
@@ -157,6 +160,7 @@ class TimedRank:
     def begin(self, step: int) -> None:
         """Start a step."""
         self.step = step
+        self._host = self._host + self._request.host_s if step else self.now
         self.spans.clear()
         self._end = dict.fromkeys(self._streams, Moment(self.now, time.perf_counter()))
         self._done = {s: [] for s in self._streams}
@@ -209,10 +213,10 @@ class TimedRank:
     def _ready(self, index: int) -> Moment:
         """Return when an instruction may begin as far as this rank knows: issued, its waits done, its stream free."""
         instr = self._program[index]
-        issued = self.now + (index + 1) * self._request.issue
+        issued = [self._host + at for at in self._request.issued[index : index + 1]]
         return latest(
             [
-                Moment(issued, issued),
+                *(Moment(at, at) for at in issued),
                 self._end[instr.stream],
                 *(self._done[s][n - 1] for s, n in instr.waits if n),
             ]
