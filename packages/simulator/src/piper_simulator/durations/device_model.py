@@ -306,30 +306,21 @@ class DeviceModel(CostModel):
                 for times, nbytes in (messages(c, load, sig.experts, exact=without_places(device)),)
                 if times
             ]
-            inside = summed(
-                [
-                    (
-                        StepMessages(c.axis, c.kind, 1, w.bytes, w.seconds, min(w.seconds, free)),
-                        times,
-                    )
-                    for c, times, w, free in taken
-                ]
-            )
+            sent = [
+                (StepMessages(c.axis, c.kind, 1, w.bytes, w.seconds, min(w.seconds, free)), n)
+                for c, n, w, free in taken
+            ]
+            inside = summed(sent)
             source = min([kernels.source, *(w.source for _, _, w, _ in taken)], key=_TRUST.index)
-            launch_s = kernels.launch_s
             if device is not None and not device.synchronous:
-                launch_s += device.launch_s * sum([m.count for m in inside])
+                messages_s = device.launch_s * sum([m.count for m in inside])
+                kernels = replace(kernels, launch_s=kernels.launch_s + messages_s)
                 if sig.experts is None:  # no stack runs the messages of experts beside products
                     inside = beside_kernels(device, inside, kernels.seconds)
             seconds = kernels.seconds + sum([m.exposed_s for m in inside])
             nbytes = sum([m.bytes for m in inside])
             self._inside[key] = replace(
-                kernels,
-                seconds=seconds,
-                source=source,
-                bytes=nbytes,
-                inside=inside,
-                launch_s=launch_s,
+                kernels, seconds=seconds, source=source, bytes=nbytes, inside=inside
             )
         return self._inside[key]
 
