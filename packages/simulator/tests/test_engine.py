@@ -120,22 +120,27 @@ def pieces_inside(prepared: Prepared, rng: Random, grid: float) -> dict[int, lis
 
 
 def test_steps_repeat_when_all_that_is_under_way_does() -> None:
-    """Two moments of plan 1873 differ only in which message of a running instruction is on its way: no repetition."""
-    sooner = 0
-    for seed in (*range(40), 1873):
+    """Two moments of plan 1873 differ only in which message of a running instruction is on its way: no repetition. Of a
+    third of the plans some hosts are slower than their devices."""
+    sooner, hosted = 0, 0
+    for seed in (*range(60), 1873):
         plan, durations = random_plan(seed, most_roles=5, most=25)
         prepared, rng = prepare(plan), Random(seed)
         grid = 0.25 if seed == 1873 else 0.0
         durations = [round(d / grid) * grid for d in durations] if grid else durations
         flows = random_demands(prepared, durations, rng)
         inside = pieces_inside(prepared, rng, grid)
-        work = StepWork(prepared, durations, plan.hop, None, flows, inside)
+        launches = [0.4 * x for x in random_launches(durations, rng)]
+        slow = seed % 3 == 0 and seed != 1873
+        issue = issue_times(prepared.offsets, 0.1, launches, durations) if slow else None
+        work = StepWork(prepared, durations, plan.hop, issue, flows, inside)
         with patch.object(engine._StepEnds, "seen"):
             _, period = engine.step_and_period(work)
         _, found = engine.step_and_period(work)
         assert found == pytest.approx(period, rel=1e-7)
         sooner += found != period
-    assert sooner > 2  # in most others it is equal to the bit
+        hosted += found != period and slow
+    assert sooner > 2 < hosted  # in most others it is equal to the bit
 
 
 def test_the_work_of_a_step_is_gone_with_its_engines() -> None:

@@ -98,17 +98,26 @@ class _State:
     Attributes:
         places: where streams stand in their step, and the activities under way.
         seconds: since when, as seen from the moment, and how much of it is left.
+        hosts: by role, when its host began with the step, as seen from the moment.
+        waited: the roles that have waited for their hosts since the state before.
     """
 
     now: float
     places: tuple[object, ...]
     seconds: list[float]
+    hosts: list[float]
+    waited: frozenset[int]
 
     def repeats(self, before: _State) -> bool:
-        """Return whether it agrees with an earlier one."""
+        """Return whether it agrees with the one before; hosts for which nothing waited may be further ahead."""
         slack = TOLERANCE * (self.now - before.now)
-        return self.places == before.places and all(
-            [abs(a - b) <= slack for a, b in zip(self.seconds, before.seconds, strict=True)]
+        return (
+            self.places == before.places
+            and all(
+                [abs(a - b) <= slack for a, b in zip(self.seconds, before.seconds, strict=True)]
+            )
+            and all([a <= b + slack for a, b in zip(self.hosts, before.hosts, strict=True)])
+            and all([before.hosts[r] <= self.hosts[r] + slack for r in self.waited])
         )
 
 
@@ -150,9 +159,7 @@ class _StepEnds:
         before, self._state = self._state, state
         if before is None or self.known or not state.repeats(before):
             return
-        seconds = state.now - before.now
-        if self.host <= seconds:
-            self.known, self.period_s = True, seconds
+        self.known, self.period_s = True, state.now - before.now
 
     def ended(self, stream: int, step: int, now: float) -> None:
         """Record that a stream has ended a step."""
@@ -293,8 +300,11 @@ class _Stream:
         """Go on at a moment, to the bit: a sum of floats is exact if neither is more than the other, or is 0."""
         now = self.clock.now
         wait = moment - now
-        self.engine.host_waits = True
-        self.clock.after(wait if wait <= now or not now else 0.75 * wait, self.go)
+        self.clock.after(wait if wait <= now or not now else 0.75 * wait, self._waited)
+
+    def _waited(self) -> None:
+        self.engine.waited.add(self.part.role)
+        self.go()
 
     def _ended(self) -> None:
         node, _, group, _, _ = self.part.work[self.at]
@@ -336,7 +346,8 @@ class _Engine:
     Attributes:
         rest: functions that are still to be called at this moment, before the next event.
         meetings: by group, the members that have come to it.
-        host_waits: whether a stream has waited for its host.
+        begun: by role, when its host begins with each step.
+        waited: the roles that have waited for their hosts since the last state.
         branch: with `branches`, a copy of the engine when its first stream has ended all steps.
     """
 
@@ -355,7 +366,7 @@ class _Engine:
         self.counters = [_Counter(self.clock) for _ in work.parts]
         self.meetings: dict[int, _Meeting] = {}
         self.begun = self._begun()
-        self.host_waits = False
+        self.waited: set[int] = set()
         self.branch: _Engine | None = None
         self._branches, self._first = branches, -1
         self.streams = [_Stream(self, s) for s in range(len(work.parts))]
@@ -388,7 +399,7 @@ class _Engine:
 
     def follow(self, steps: int, ends: _StepEnds) -> None:
         """Go on from a branch until it is known how long steps take that follow the first."""
-        self.steps, self.ends, self.host_waits = steps, ends, False
+        self.steps, self.ends = steps, ends
         self.begun = self._begun()
         stream = self.streams[self._first]
         self.step_ended(stream)
@@ -414,8 +425,8 @@ class _Engine:
         self.clock.stopped = self.ends.known
 
     def _state(self, step: int) -> _State | None:
-        """Return the state when the first stream has ended a step; None if it depends on more, hosts or latencies."""
-        if self.shared is None or self.work.latency or self.host_waits:
+        """Return the state when the first stream has ended a step; None if it depends on more, latencies."""
+        if self.shared is None or self.work.latency:
             return None
         now = self.clock.now
         places, seconds = self.shared.under_way_at(now)
@@ -423,7 +434,9 @@ class _Engine:
             done = len(counter.at) - step * len(stream.part.work)
             places.append((stream.at, stream.step - step, done))
         met = [(group, meeting.came) for group, meeting in sorted(self.meetings.items())]
-        return _State(now, (*places, *met), seconds)
+        hosts = [begun[step] - now for begun in self.begun]
+        waited, self.waited = frozenset(self.waited), set()
+        return _State(now, (*places, *met), seconds, hosts, waited)
 
     def come(self, group: int, met: Callable[[float], None]) -> bool:
         """Return whether all of a group have come, so that it runs now; else `met` is called with its start."""
