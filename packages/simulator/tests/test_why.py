@@ -175,6 +175,18 @@ def test_a_slow_host_owns_the_path() -> None:
     assert max(found.sensitivities, key=lambda s: s.per_percent).name == "host_issue_s"
 
 
+def test_a_host_that_launches_slowly_owns_the_path() -> None:
+    """10 s per launch; measured messages stay when launches take none."""
+    plan, on = two_devices(), changed(FLAT, launch_s=10.0)
+    costs = Costs(comm=(CommDuration("p2p", 0, 2, Duration(4.0)),))
+    found = why(plan, on, costs=costs)
+    assert found.path[0].holder == "host"
+    assert found.step_s == simulate(plan, on, costs=costs).step_s > 20.0
+    rows = {w.name: w.step_s for w in found.what_if}
+    assert rows["no launch cost"] == simulate(plan, FLAT, costs=costs).step_s < 20.0
+    assert max(found.sensitivities, key=lambda s: s.per_percent).name == "launch_s"
+
+
 def test_links_between_nodes_have_a_row_where_there_are_nodes() -> None:
     rows = {
         w.name: w.step_s for w in why(two_devices(), changed(FLAT, per_node=1, nodes=2)).what_if

@@ -38,7 +38,7 @@ class StepParts:
 
     Attributes:
         role: name of that role.
-        kernels: by kind of kernel, and "launch" for the seconds less that it would take if launches took none.
+        kernels: by kind of kernel, and "launch" for the seconds by which launches make the step longer.
         inside: messages inside of steps, by mesh axis and kind.
         others: updates, loads and the like.
         waiting: the rest of the period, in which the role waits for others or for messages.
@@ -66,19 +66,19 @@ def step_parts(plan: Plan, cluster: Cluster) -> StepParts:
         device = cluster.of(role.ranks[0])
         kernels: defaultdict[str, float] = defaultdict(float)
         inside: defaultdict[str, float] = defaultdict(float)
-        others = busy = 0.0
+        others = 0.0
         for instr in role.program:
             work = next(works)
             if instr.comm:
                 continue
-            busy += work.seconds
             ops = [p.op for p in instr.parts if isinstance(p.op, Compute)]
             for message in work.inside:
                 inside[f"{message.op} over {message.axis}"] += message.exposed_s
             steps = sum([_step(parts, op, device, kernels) for op in ops])
             others += max(0.0, work.seconds - work.inside_s - steps)
         kernels["launch"] = launch
-        waiting = max(0.0, whole - busy - launch)
+        known = sum(kernels.values()) + sum(inside.values()) + others
+        waiting = max(0.0, whole - known)
         found.append(StepParts(role.role, dict(kernels), dict(inside), others, waiting, whole))
     return min(found, key=lambda f: f.waiting)
 

@@ -18,7 +18,7 @@ from piper_ir.fold.timing import Prepared, Times
 Holder = Literal["compute", "communication", "latency", "host"]
 """The kind of a cause. compute: an instruction runs. communication: a message occupies its streams.
 
-latency: a message is under way and occupies nothing. host: a host issues its instructions.
+latency: a message is under way and occupies nothing. host: a host issues its instructions, and launches their kernels.
 """
 NodeMoment = Literal["start", "end", "done"]
 

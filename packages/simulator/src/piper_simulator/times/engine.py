@@ -425,7 +425,7 @@ class _Engine:
         self.clock.stopped = self.ends.known
 
     def _state(self, step: int) -> _State | None:
-        """Return the state when the first stream has ended a step; None if it depends on more, latencies."""
+        """Return the state when the first stream has ended a step; None with latencies, on which it depends, too."""
         if self.shared is None or self.work.latency:
             return None
         now = self.clock.now

@@ -51,7 +51,7 @@ class Durations:
     Attributes:
         seconds: by role, one per instruction of its program; equal on all members of a communication.
         latency: of a point-to-point transfer; it occupies no stream.
-        issued: by role, when its host has issued each instruction since it began with a step; none for at once.
+        issued: by role, how long after its host began with a step each instruction may start; none for at once.
         host_s: by role, seconds in which its host issues a step; it then begins with the next.
     """
 

@@ -42,7 +42,7 @@ class EmulationRequest:
         plan: pickled.
         seconds: to sleep, per instruction.
         latency: seconds to sleep of a point-to-point transfer.
-        issued: per instruction, when its host has issued it since it began with the step; empty for at once.
+        issued: per instruction, how long after its host began with the step it may start; empty for at once.
         host_s: seconds in which the host issues a step; it then begins with the next.
         meeting: names the common start; it is different for every run.
     """
@@ -213,10 +213,10 @@ class TimedRank:
     def _ready(self, index: int) -> Moment:
         """Return when an instruction may begin as far as this rank knows: issued, its waits done, its stream free."""
         instr = self._program[index]
-        issued = [self._host + at for at in self._request.issued[index : index + 1]]
+        issued = self._host + self._request.issued[index] if self._request.issued else self.now
         return latest(
             [
-                *(Moment(at, at) for at in issued),
+                Moment(issued, issued),
                 self._end[instr.stream],
                 *(self._done[s][n - 1] for s, n in instr.waits if n),
             ]
