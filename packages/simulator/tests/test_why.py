@@ -180,7 +180,7 @@ def test_a_host_that_launches_slowly_owns_the_path() -> None:
     plan, on = two_devices(), changed(FLAT, launch_s=10.0)
     costs = Costs(comm=(CommDuration("p2p", 0, 2, Duration(4.0)),))
     found = why(plan, on, costs=costs)
-    assert {p.holder for p in found.path} == {"host", "compute"}
+    assert found.path[0].holder == "host"
     assert found.step_s == simulate(plan, on, costs=costs).step_s > 20.0
     rows = {w.name: w.step_s for w in found.what_if}
     assert rows["no launch cost"] == simulate(plan, FLAT, costs=costs).step_s < 20.0
