@@ -399,6 +399,19 @@ def test_a_prediction_is_the_mean_over_the_loads() -> None:
     )
 
 
+def test_launches_are_the_mean_over_the_loads() -> None:
+    """A further round launches the experts' kernels again, in the cases that need one."""
+    plan = plan_of(None)
+
+    def launched(*loads: tuple[float, float]) -> float:
+        model = DeviceModel(plan, NODES, None, loads)
+        return model._formula(NODES.device, of_experts(plan), "I", 0)[0].launch_s
+
+    even, round_more = launched((1.0, 1.0)), launched((1.4, 1.0))
+    assert even < round_more
+    assert launched((1.0, 0.9), (1.4, 0.1)) == pytest.approx(0.9 * even + 0.1 * round_more)
+
+
 def test_messages_of_rare_further_rounds_share_links_as_others_do() -> None:
     """The weights' gradients exchange in further rounds alone, which here one case of ten needs."""
     plan = plan_of(None)

@@ -1,4 +1,5 @@
-"""Protect the simulated time of ordered messages, of whole and hybrid parameters, and of a scaled loss."""
+"""Protect the simulated time of ordered messages, of whole and hybrid parameters, of a scaled loss, and of ranks that
+draw."""
 
 from __future__ import annotations
 
@@ -97,3 +98,13 @@ def test_a_scaled_loss_costs_a_norm_of_the_gradients_and_no_time_of_layers() -> 
 
     assert layers(scaled[1]) == pytest.approx(layers(half[1]), rel=1e-6)
     assert seconds(half[1], "norm") == 0.0 < seconds(scaled[1], "norm") < scaled[0] - half[0]
+
+
+def test_without_jitter_every_rank_has_its_host() -> None:
+    """Ranks that draw are roles of their own, each with the launches of the one that they come from."""
+    sizes = models.DecoderConfig(layers=1, width=8, heads=2, hidden=8, vocab=8, length=4)
+    job = models.job(sizes, global_batch=4, length=4)
+    plan = piper.compile(job, Strategy(Mesh(dp=2), [*recipes.data_parallel()])).plan
+    found = piper.simulate(plan, "h100x2")
+    assert found.distribution(0, repetitions=2).step_s.median == pytest.approx(found.step_s)
+    assert found.distribution(0.1, repetitions=9).step_s.std > 0

@@ -382,10 +382,7 @@ class _Run:
 
     def distribution(self, jitter: float, *, seed: int, repetitions: int) -> Distribution:
         """Return how the step is spread when durations vary."""
-        taken = self.durations
-        varying = TimedPlan(
-            self.plan, self.parts, taken.prepared, self.timed.durations, taken.latency, taken.issue
-        )
+        varying = TimedPlan(self.plan, self.parts, self.durations, self.timed.durations)
         return distribution(varying, jitter, seed=seed, repetitions=repetitions)
 
     def trace(self, by_role: bool = False) -> Trace:

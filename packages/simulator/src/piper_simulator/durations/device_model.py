@@ -363,10 +363,12 @@ class DeviceModel(CostModel):
         ]
         if len(tooks) == 1:
             return tooks[0][1], runs[0][1].flops
-        seconds = sum([share * took.seconds for share, took in tooks])
-        return replace(tooks[-1][1], seconds=seconds), round(
-            sum([share * run.flops for share, run in runs])
+        seconds, launch_s = (
+            sum([share * each for (share, _), each in zip(tooks, by_load, strict=True)])
+            for by_load in zip(*[(took.seconds, took.launch_s) for _, took in tooks])
         )
+        flops = round(sum([share * run.flops for share, run in runs]))
+        return replace(tooks[-1][1], seconds=seconds, launch_s=launch_s), flops
 
     def _longer(self, chunk: Chunk, step: Step, kind: int) -> float:
         """Return how many times as long a measured step takes under the loads as under one of 1."""

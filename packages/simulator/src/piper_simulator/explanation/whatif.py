@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
-from piper_ir.fold.issue import Issue
+from piper_ir.fold.issue import Issue, issue_times
 from piper_ir.fold.timing import Times, sweep
 from piper_ir.plan.plan import Plan
 from piper_ir.program.costs import Costs
@@ -94,11 +94,12 @@ class Case:
         self, durations: Sequence[float], issue_s: float, latency: float | None = None
     ) -> Times:
         """Return the times of one step from a common start, in which each node takes its duration."""
+        launches = [work.launch_s for work in self.work]
         return sweep(
             self.prepared,
             durations,
             latency=self.plan.hop if latency is None else latency,
-            issue=replace(self._taken, issue_s=issue_s).issue,
+            issue=issue_times(self.prepared.offsets, issue_s, launches, durations),
         )
 
     def on(self, cluster: Cluster) -> float:

@@ -12,7 +12,7 @@ repetition, once for a step alone and once for the next of steps that follow eac
 replicas are timed (`MOST`), and a note says so: the latest of few is earlier than the latest of all.
 
 Durations vary around the durations in the step alone, with contention if there is any: which messages share links does
-not change with them. The host's time to issue instructions does not vary.
+not change with them. Launches of an instruction's kernels vary with its duration, the host's own time for it does not.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from math import exp, log
 from random import Random
 from typing import Any
 
-from piper_ir.fold.issue import Issue
+from piper_ir.fold.issue import issue_times
 from piper_ir.fold.timing import Prepared, Times, prepare, sweep
 from piper_ir.ground.errors import PlanError
 from piper_ir.ground.limits import most
 from piper_ir.plan.plan import Plan
 from piper_simulator.durations.instances import instances
 from piper_simulator.times.splitting import SplitPlan, each_rank
+from piper_simulator.times.timed import PlanWork
 
 MOST = 2_000_000
 """The most instructions that are timed in all repetitions, which takes some seconds; at least two replicas are."""
@@ -85,14 +86,12 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class TimedPlan:
-    """Hold `durations` per node of the plan of `parts`, which vary; `latency` and `issue`, in seconds, do not."""
+    """Hold the plan of `parts` and its work; `durations` per node, in seconds, vary, and nothing else does."""
 
     plan: Plan
     parts: SplitPlan
-    prepared: Prepared
+    taken: PlanWork
     durations: Sequence[float]
-    latency: float
-    issue: Issue | None
 
 
 def distribution(
@@ -119,19 +118,25 @@ def distribution(
     _check_length(held, left_out, repetitions)
     apart = each_rank(plan, left_out).plan
     prepared = prepare(apart)
-    durations: list[float] = []
-    for role in apart.roles:
-        r = held.parts.role_of[role.ranks[0]]
-        durations += held.durations[held.prepared.offsets[r] : held.prepared.offsets[r + 1]]
+    taken, hosted = held.taken, [work.launch_s for work in held.taken.work]
+    durations, launches = (_of_ranks(held, apart, each) for each in (held.durations, hosted))
     varied = _varied(prepared, durations, jitter, Random(seed))
     alone, ends = [], []
     times: Times | None = None
+
+    def step(after: Times | None) -> Times:
+        seconds = next(varied)
+        hosted = [
+            launch * now / mean if mean else launch
+            for launch, now, mean in zip(launches, seconds, durations, strict=True)
+        ]
+        issue = issue_times(prepared.offsets, taken.issue_s, hosted, seconds)
+        return sweep(prepared, seconds, latency=taken.latency, issue=issue, after=after)
+
     for k in range(repetitions + WARM_UP):
         if k < repetitions:
-            alone.append(
-                sweep(prepared, next(varied), latency=held.latency, issue=held.issue).makespan
-            )
-        times = sweep(prepared, next(varied), latency=held.latency, issue=held.issue, after=times)
+            alone.append(step(None).makespan)
+        times = step(times)
         ends.append(times.makespan)
     between = [b - a for a, b in zip(ends[WARM_UP - 1 :], ends[WARM_UP:])]
     ranks = world - len(left_out)
@@ -145,6 +150,15 @@ def distribution(
         world,
         _note(ranks, world, plan.replicas),
     )
+
+
+def _of_ranks(held: TimedPlan, apart: Plan, by_node: Sequence[float]) -> list[float]:
+    """Return numbers per node of the plan of parts as numbers per node of one with a role for each rank."""
+    offsets, found = held.taken.prepared.offsets, list[float]()
+    for role in apart.roles:
+        r = held.parts.role_of[role.ranks[0]]
+        found += by_node[offsets[r] : offsets[r + 1]]
+    return found
 
 
 def _check_length(held: TimedPlan, left_out: frozenset[int], repetitions: int) -> None:
