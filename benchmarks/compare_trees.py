@@ -87,7 +87,7 @@ def _score(gpt: bool) -> float:
     """Take a strategy to period, makespan and peaks, as the tuner does."""
     from piper_compiler import compile_program
     from piper_ir.tools import no_garbage_collection
-    from piper_simulator import DeviceModel, swept
+    from piper_simulator import DeviceModel, step_and_period_alone
 
     program, strategy, batch, cluster = _score_case(gpt)
 
@@ -95,7 +95,7 @@ def _score(gpt: bool) -> float:
         with no_garbage_collection():
             lowered = compile_program(program, strategy, global_batch=batch)
             model = DeviceModel(lowered.plan, cluster, None)
-            swept(lowered.prepared, model, lowered.plan)
+            step_and_period_alone(lowered.prepared, model, lowered.plan)
 
     return _timed(scored)
 

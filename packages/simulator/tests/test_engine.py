@@ -120,9 +120,9 @@ def pieces_inside(prepared: Prepared, rng: Random, grid: float) -> dict[int, lis
 
 
 def test_steps_repeat_when_all_that_is_under_way_does() -> None:
-    """Two moments of plan 1873 differ only in which message of a running instruction is on its way: no repetition. Of a
-    third of the plans some hosts are slower than their devices: of plan 228 one for which a stream waits is still ahead,
-    of plan 1385 one for which none waits yet falls behind."""
+    """Two moments of plan 1873 differ only by the message that a running instruction sends: no repetition. Every third
+    plan has hosts that are slower than their devices: in plan 228 a host is still ahead though a stream waits for it,
+    in plan 1385 one falls behind before a stream waits for it."""
     sooner, hosted = 0, 0
     for seed in (*range(60), 228, 1385, 1873):
         plan, durations = random_plan(seed, most_roles=5, most=25)

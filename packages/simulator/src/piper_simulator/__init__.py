@@ -50,7 +50,7 @@ from piper_simulator.simulation import Simulation, simulate
 from piper_simulator.times.engine import run_engine
 from piper_simulator.times.jitter import Distribution
 from piper_simulator.times.splitting import split
-from piper_simulator.times.timed import issue_of, swept
+from piper_simulator.times.timed import issue_of, step_and_period_alone
 
 __all__ = [
     "DEVICES",
@@ -122,7 +122,7 @@ __all__ = [
     "software_buffers",
     "split",
     "step_seconds",
-    "swept",
+    "step_and_period_alone",
     "too_much",
     "under_load",
     "why",

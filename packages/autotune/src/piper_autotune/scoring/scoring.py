@@ -40,7 +40,7 @@ from piper_simulator import (
     model_for,
     simulate,
     software_buffers,
-    swept,
+    step_and_period_alone,
     too_much,
     under_load,
 )
@@ -181,7 +181,7 @@ def _of_plan(problem: TuningProblem, lowered: Lowered, engine: bool) -> Scored |
         under = None if problem.load is None else load_of(plan, problem.load)
         factory = problem.model if under is None else under_load(problem.model, under.loads)
         model = model_for(plan, cluster, problem.costs, factory)
-        step_s, period_s = swept(lowered.prepared, model, plan)
+        step_s, period_s = step_and_period_alone(lowered.prepared, model, plan)
     allocator = None if problem.costs is None else problem.costs.allocator
     usages = [
         (

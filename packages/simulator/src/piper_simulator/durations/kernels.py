@@ -122,9 +122,9 @@ def kernel_seconds(device: Device, kernel: Kernel, *, backward: bool) -> Found:
 
 
 def launched(device: Device, busy: float, kernels: int) -> tuple[float, float]:
-    """Return the seconds of kernels, and the seconds in which the host launches them beside the device.
+    """Return the device's seconds for kernels that are `busy` seconds, and the host's seconds to launch them.
 
-    If the host is the device, it does one after the other.
+    A host that is the device itself launches them one after the other: then the first has both, and the second is 0.
     """
     launch_s = kernels * device.launch_s
     return (busy + launch_s, 0.0) if device.synchronous else (busy, launch_s)

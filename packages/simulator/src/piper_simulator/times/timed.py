@@ -119,7 +119,7 @@ def durations_of(
     return PlanWork(prepared, work, flows, plan.hop, costing.issue_s, costing.notes)
 
 
-def swept(prepared: Prepared, model: CostModel, plan: Plan) -> tuple[float, float]:
+def step_and_period_alone(prepared: Prepared, model: CostModel, plan: Plan) -> tuple[float, float]:
     """Return the seconds of a step alone and the period, by the sweep, without contention."""
     work = work_of(model, plan)
     durations, issue = [w.seconds for w in work], issue_of(prepared, model.issue_s, work)
