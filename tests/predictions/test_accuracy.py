@@ -181,6 +181,13 @@ def test_a_prediction_has_an_interval_and_two_memories(tiny: PublishedRow) -> No
     }  # fmt: skip
 
 
+def test_a_peak_has_the_unit_that_was_printed_and_fp16_has_gradients_of_16_bits() -> None:
+    gib, gb = (read_row({**TINY, "note": note}) for note in ("", "memory as printed in GB"))
+    assert predict(gb).peak_gib == pytest.approx(predict(gib).peak_gib * 2**30 / 10**9)
+    reduced = [row(read_row({**TINY, "dtype": d})).job.precision for d in ("bf16", "fp16")]
+    assert [p.reduce for p in reduced if p] == ["float32", "bfloat16"]
+
+
 def test_own_bytes_stay_the_plans(tiny: PublishedRow) -> None:
     from piper_simulator import simulate
 

@@ -6,9 +6,9 @@ none is about a row.
 
     columns              become
     arch, hidden, ...    a DecoderConfig; gpt has biases, GELU, LayerNorm and learned positions
-    dtype = fp16         bfloat16, which has as many bytes; of a gpt attention written out with dropout 0.1
-                         (Megatron-LM's arguments of 2021 to 2023: --attention-dropout and --hidden-dropout are 0.1,
-                         --use-flash-attn is off)
+    dtype = fp16         bfloat16, which has as many bytes, gradients too (Megatron-LM's arguments of 2021 to 2023:
+                         --accumulate-allreduce-grads-in-fp32 is for bf16); of a gpt attention written out with
+                         dropout 0.1 (--attention-dropout and --hidden-dropout are 0.1, --use-flash-attn is off)
     source has           a gpt with dropout 0.1 outside of attention's kernel
       test_cases/gpt
     vocab                rounded up to a multiple of 128 x tp in Megatron (--make-vocab-size-divisible-by)
@@ -31,7 +31,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -66,7 +65,7 @@ PADDED = 128
 WHOLE_MB = 2**20
 """The MiB of a bucket that holds all gradients of a role, for software that reduces them after the backward."""
 NARROW_WORDS = ("PURE mixed", "reduced in bf16", "NeMo")
-"""The words of a note whose software adds up and reduces gradients in bfloat16.
+"""The words of a note whose software adds up and reduces gradients in bfloat16, as Megatron does in fp16.
 
 Each yaml of NeMo in NVIDIA/dgxc-benchmarking, v24.11.1 to v25.02, has grad_sync_dtype: bf16, and the memory between
 steps in its logs of v25.04 is as large as with 16-bit gradients.
@@ -317,7 +316,7 @@ def _precision(published: PublishedRow) -> Any:
 
     if "parameters in bf16" in published.note:
         return Precision(params="bfloat16")
-    narrow = any(w in published.note for w in NARROW_WORDS)
+    narrow = published.dtype == "fp16" or any(w in published.note for w in NARROW_WORDS)
     return Precision(
         params="float32", compute="bfloat16", reduce="bfloat16" if narrow else "float32"
     )
@@ -407,20 +406,15 @@ def _schedule(published: PublishedRow, microbatches: int, times: Any) -> tuple[D
         (seconds["F"], seconds["I"], seconds["W"]),
         seconds["hop"],
         microbatches,
-        _held(published, at),
+        _held(published),
         pp if published.schedule == "zb1p" else 2 * pp,
     )
     return recipes.scheduled(orders, microbatches=microbatches, at=at)
 
 
-def _held(published: PublishedRow, at: Any) -> tuple[tuple[int, int], ...]:
-    """Return the bytes of a token in each stage from F to I, and from I to W, as ZB's software estimates them."""
-    stages, layers = published.pp, published.layers
-    bounds = [layers * s // stages for s in range(stages)] if at == "even" else [0, *at]
-    width, scores = published.hidden, published.heads * published.seq
-    each = (34 * width + 5 * scores, 32 * width)  # bytes of a token in a layer
-    sizes = (b - a for a, b in pairwise([*bounds, layers]))
-    return tuple((n * each[0], n * each[1]) for n in sizes)
+def _held(published: PublishedRow) -> tuple[float, float]:
+    """Return the bytes of a token in a layer from F to I, and from I to W, as Zero Bubble's software estimates them."""
+    return 34 * published.hidden + 5 * published.heads * published.seq, 32 * published.hidden
 
 
 def _boundaries(layers: int, stages: int) -> Any:

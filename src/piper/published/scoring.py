@@ -17,7 +17,6 @@ from piper.published.table import PublishedRow
 from piper_ir.ground.errors import PiperError
 from piper_simulator import Stack, held_and_reserved, period, step_interval
 
-GIB = 2**30
 APART = 0.03
 """The share by which the measured times of a pair of rows differ at least, for Kendall's tau."""
 HEADLINE = "measured"
@@ -33,7 +32,7 @@ class RunPrediction:
         seconds: of a step, for each reading of its open fields.
         low: the lower end of the interval of 80 %.
         high: its upper end.
-        peak_gib: allocated memory of the fullest rank, the largest of the readings.
+        peak_gib: allocated memory of the fullest rank, the largest of the readings, in units of the row's `peak_unit`.
         reserved_gib: memory that the allocator reserves for it.
         stack: name of the software stack; "" if there is none for the row.
         refused: why the row cannot be predicted; "" if it is.
@@ -131,8 +130,8 @@ def predict(
             highs.append(interval.high)
             if memory:
                 held, taken = held_and_reserved(plan, cluster)
-                peaks.append(held / GIB)
-                reserved.append(taken / GIB)
+                peaks.append(held / published.peak_unit)
+                reserved.append(taken / published.peak_unit)
             name = "" if cluster.device.stack is None else cluster.device.stack.name
     except PiperError as error:
         reason = str(error).removeprefix(f"{published.case}: ")  # tables name the case themselves

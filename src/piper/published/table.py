@@ -46,6 +46,8 @@ _FROM_ZERO = ("shared_experts", "dense_layers")
 """The columns of counts that may be 0."""
 _SECONDS = ("capacity", "step_s", "peak_gib")
 """The columns of numbers that a row may leave open."""
+GIB, GB = 2**30, 10**9
+"""The bytes of the units in which peaks are published."""
 COLUMNS = (
     "case", "source", "block", "arch", "hidden", "ffn", "heads", "kv_heads", "layers", "vocab", "seq", "tied", "hw",
     "gpus", "gpus_per_node", "tp", "pp", "vpp", "cp", "dp", "zero", "schedule", "micro_batch", "global_batch",
@@ -89,7 +91,7 @@ class PublishedRow:
         seq_parallel: whether activations between products of tensor parallelism are sharded along tokens.
         dtype: of matrix products.
         step_s: seconds of an optimizer step, measured; None in a table of wishes.
-        peak_gib: peak memory of the fullest rank; None if it was not published.
+        peak_gib: peak memory of the fullest rank, in units of `peak_unit` bytes; None if it was not published.
         note: caveats of the source in words.
         experts: experts of a layer; None for a dense model.
         top_k: experts that a token goes to.
@@ -146,6 +148,11 @@ class PublishedRow:
     def text(self) -> str:
         """Return source and note, in which words name the software."""
         return f"{self.source}; {self.note}"
+
+    @property
+    def peak_unit(self) -> int:
+        """Return the bytes of one of `peak_gib`: of a decimal gigabyte, where the note says that GB were printed."""
+        return GB if "printed in GB" in self.note else GIB
 
     @property
     def publisher(self) -> str:

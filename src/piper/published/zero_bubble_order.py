@@ -2,8 +2,8 @@
 
 `recipes.zero_bubble` searches longer and finds other orders, often better ones, that hold less memory. This is the
 heuristic of the paper (Qi et al., arXiv 2401.10241, section 3.2) with the choices of its software
-(sail-sg/zero-bubble-pipeline-parallelism at 39f2c186, pipeline_parallel/zerobubble): all stages take the median stage's
-seconds, and a device may hold as much as `pending` microbatches of the fuller one of the first two stages.
+(sail-sg/zero-bubble-pipeline-parallelism before 77b9eed9 of December 2023, pipeline_parallel/auto_schedule.py), by
+which all stages are alike: they take the median stage's seconds, and hold as much for a microbatch as each other.
 
 1. Until the first I can run, a stage runs as many forwards as fit in its memory, and more of them than the next stage.
 2. Then F and I take turns. W fills waits, and makes room for a forward.
@@ -48,7 +48,7 @@ def zero_bubble_order(
     times: tuple[Sequence[float], Sequence[float], Sequence[float]],
     hop: float,
     microbatches: int,
-    memory: tuple[tuple[float, float], ...],
+    memory: tuple[float, float],
     pending: int,
 ) -> DeviceOrders:
     """Return the order of each device.
@@ -57,13 +57,14 @@ def zero_bubble_order(
         times: F, I and W of the stages.
         hop: between two stages, in the same unit.
         microbatches: how many.
-        memory: by stage, the bytes that a microbatch holds from F, and how many of them from I to W.
+        memory: the bytes that a microbatch holds in a stage from F, and how many of them from I to W.
         pending: the limit of memory in microbatches: pp for ZB-1P, 2 pp for ZB-2P.
     """
     seconds = tuple(median_high(each) for each in times)
-    limit = pending * max(held for held, _ in memory[:2])
     found = [
-        _Run(seconds, hop, microbatches, memory, limit, OpenChoices(*choices)).run()
+        _Run(
+            len(times[0]), seconds, hop, microbatches, memory, pending, OpenChoices(*choices)
+        ).run()
         for choices in product((True, False), repeat=3)
     ]
     return min(found, key=lambda run: run.longest).orders
@@ -73,11 +74,12 @@ def zero_bubble_order(
 class _Run:
     """Hold one run of the heuristic: how many operations each stage has done, and until when."""
 
+    stages: int
     seconds: tuple[float, ...]
     hop: float
     microbatches: int
-    memory: tuple[tuple[float, float], ...]
-    limit: float
+    memory: tuple[float, float]
+    pending: int
     choices: OpenChoices
     done: list[list[int]] = field(default_factory=list)
     ends: list[list[list[float]]] = field(default_factory=list)
@@ -87,7 +89,7 @@ class _Run:
     actions: list[list[recipes.Action]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        stages = len(self.memory)
+        stages = self.stages
         self.done = [[0, 0, 0] for _ in range(stages)]
         self.ends = [[[], [], []] for _ in range(stages)]
         self.clock, self.held, self.waited = ([0.0] * stages for _ in range(3))
@@ -106,7 +108,7 @@ class _Run:
         )
 
     def run(self) -> _Run:
-        stages = range(len(self.memory))
+        stages = range(self.stages)
         for s in stages:
             self._put(s, _F)
         extra = self._warm_up()
@@ -138,7 +140,7 @@ class _Run:
             self.waited[s] += start - before
         self.clock[s] = start + self.seconds[phase]
         self.ends[s][phase].append(self.clock[s])
-        whole, kept = self.memory[s]
+        whole, kept = self.memory
         self.held[s] += (whole, kept - whole, -kept)[phase]
         self.done[s][phase] += 1
         self.actions[s].append(recipes.Action(s, _PHASES[phase], mb))
@@ -146,21 +148,20 @@ class _Run:
     def _arrival(self, s: int, phase: int) -> float:
         """Return when the input of a stage's next F or I is there."""
         source = {_F: s - 1, _I: s + 1}.get(phase, -1)
-        if not 0 <= source < len(self.memory):
+        if not 0 <= source < self.stages:
             return 0.0
         return self.ends[source][phase][self.done[s][phase]] + self.hop
 
     def _warm_up(self) -> list[int]:
         """Return how many forwards a stage runs between its first one and its first I."""
-        stages, whole = len(self.memory), [held for held, _ in self.memory]
-        extra = [0] * stages
+        stages, extra = self.stages, [0] * self.stages
         gradient = self.clock[-1] + self.seconds[_I]
         for s in reversed(range(stages - 1)):
             clock, arrival = self.clock[s], gradient + self.hop
             ahead = self.seconds[_F] if self.choices.early_gap else 0.0
             while (
                 extra[s] + 1 < self.microbatches
-                and whole[s] * (extra[s] + 2) <= self.limit
+                and extra[s] + 2 <= self.pending
                 and (clock + ahead <= arrival if ahead else clock < arrival)
             ):
                 clock += self.seconds[_F]
@@ -181,18 +182,21 @@ class _Run:
         ready = self.clock[after] + self.seconds[_F] + self.seconds[_I] + self.hop
         if self.clock[s] >= ready:
             return False
-        room = self.held[s] + self.memory[s][0] - self.limit
-        freed = 0
-        while room > 0 and freed < done[s][_I] - done[s][_W]:
-            room -= self.memory[s][1]
+        over, freed = self._over(s), 0
+        while over > 0 and freed < done[s][_I] - done[s][_W]:
+            over -= self.memory[1]
             freed += 1
         if self.clock[s] + self.seconds[_F] + freed * self.seconds[_W] <= ready:
             return True
         return ready - self.clock[s] > max(self.waited) - self.waited[s]
 
     def _make_room(self, s: int) -> None:
-        while self.held[s] + self.memory[s][0] > self.limit and self._pending(s):
+        while self._over(s) > 0 and self._pending(s):
             self._put(s, _W)
+
+    def _over(self, s: int) -> float:
+        """Return the bytes that another F would take beyond the limit."""
+        return self.held[s] + self.memory[0] * (1 - self.pending)
 
     def _fill(self, s: int, arrival: float) -> None:
         """Run weight gradients until the next input arrives."""

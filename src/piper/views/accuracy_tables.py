@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from piper.published.fitting import Fit
 from piper.published.scoring import RunPrediction, Scores, SourceScore
-from piper.published.table import PublishedRow
+from piper.published.table import GB, PublishedRow
 from piper_ir.tools import count_text, time_text
 from piper_report import Table, percent
 from piper_simulator import StepParts
@@ -16,6 +16,8 @@ def prediction_table(predictions: Sequence[RunPrediction], warned: Sequence[str]
     """Return a table of the rows, with refused ones and warnings at the end as notes."""
     rows = tuple(_row(p) for p in predictions if not p.refused)
     notes = tuple(f"{p.row.case}: {p.refused}" for p in predictions if p.refused)
+    if decimal := sum(p.row.peak_unit == GB for p in predictions):
+        notes += (f"peaks of {count_text(decimal, 'row')} are in decimal GB, as their notes say",)
     columns = (
         "case",
         "stack",
@@ -23,7 +25,7 @@ def prediction_table(predictions: Sequence[RunPrediction], warned: Sequence[str]
         "predicted",
         "80 % inside",
         "error",
-        "GiB",
+        "peak GiB",
         "allocated",
         "reserved",
     )
