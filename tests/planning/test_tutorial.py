@@ -29,8 +29,10 @@ FEWER = {
     "--steps 4": "--steps 2",
     "dp=4, tp=2: 1 stage, 8 microbatches, zero=1, 1 row per microbatch; "
     "most memory: activations 20.55 GiB": "...",
+    "B of stage 0                         1.995 s  67.0 %      40\n"
+    "F of stage 0                        948.1 ms  31.8 %      40": "host of pp1 8 ms 98.9 % 1",
 }  # fmt: skip
-"""The texts of the page that the test takes in a cheaper form; the layout of the small model is another."""
+"""The texts of the page that the test takes in a cheaper form: the small model has another layout and waits for hosts."""
 
 
 def shape(line: str) -> str:

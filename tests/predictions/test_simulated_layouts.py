@@ -372,9 +372,10 @@ def test_bounds_of_shared_chunks_hold() -> None:
         made = piper.compile(job(), strategy).plan
         ((held, _),) = sketches.filled_bytes(sketch, rows).values()
         assert 0.5 * made.roles[0].peak_bytes < held <= made.roles[0].peak_bytes
-        least, _ = sketches.computing_s(strategy, sketch, rows)
+        least, cause = sketches.computing_s(strategy, sketch, rows)
         found = simulate(made, H100, contention=False)
         assert found.inside_comm_s < least <= found.period_s
+        assert cause == "busiest host launches kernels" and least > 0.9 * found.period_s
 
 
 def test_candidates_of_one_row_need_no_program_at_any_rows() -> None:

@@ -118,7 +118,9 @@ def test_any_value_is_read_or_refused(
     except JobError as error:
         assert str(error)
         return
-    devices = value if path == ("num_processes",) and isinstance(value, int) and value > 0 else 16
+    devices = (
+        value if path == ("num_processes",) and isinstance(value, int | float) and value > 0 else 16
+    )
     assert imported.described.layout.devices == devices
     assert imported.described.global_batch >= 1
 

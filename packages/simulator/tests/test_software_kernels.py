@@ -53,6 +53,15 @@ def test_a_product_that_adds_to_a_sum_moves_the_sum_as_well() -> None:
     assert [k.op for k in run_kernels(STACKS["eager"], [add], "W")] == ["add"]
 
 
+def test_sums_of_gradients_are_kernels_of_their_own() -> None:
+    """A run of element-wise kernels would drop the float32 one, since it holds one of 16 bit."""
+    stack = STACKS["hopper-megatron-deterministic"]
+    add, other = replace(ADD, dtype="float32"), replace(COPY, op="sum")
+    steps: tuple[Step, ...] = ("F", "W", "B")
+    found = [[k.op for k in run_kernels(stack, [other, add, other], step)] for step in steps]
+    assert found == [["sum"], ["sum", "add", "sum"], ["sum", "add", "sum"]]
+
+
 def test_a_factor_of_one_step_leaves_the_others() -> None:
     stack = replace(STACKS["eager"], passes={"I.clone": 0})
     assert [len(run_kernels(stack, [COPY, ADD], step)) for step in ("F", "I")] == [2, 1]

@@ -37,18 +37,20 @@ SOURCES = (
     "piper.api.compiling",
 )
 """The packages whose source makes plans."""
+TIMED_SOURCES = ("piper_simulator", "piper.published")
+"""The packages whose source decides the order of a zero-bubble plan beside, since it follows from predicted times."""
 MOST_PLANS = 300
 """The plans that a process keeps in memory."""
 _PLANS: dict[str, Plan] = {}
 
 
 @functools.cache
-def version() -> str:
-    """Return a digest of everything beside job and strategy that decides a plan."""
+def version(sources: tuple[str, ...] = SOURCES) -> str:
+    """Return a digest of torch's version and the source of packages, which decide a plan beside job and strategy."""
     import torch
 
     digest = hashlib.blake2b(torch.__version__.encode(), digest_size=8)
-    for name in SOURCES:
+    for name in sources:
         for path in sorted(Path(import_module(name).__path__[0]).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -129,9 +131,11 @@ def stage_times(published: PublishedRow, stack: Stack | None) -> dict[str, Any]:
 
 
 def _name(run: PublishedRun) -> str:
-    # zero-bubble orders follow from the times of the stack; in `run` all times are equal
-    timed = run.row.schedule.startswith("zb")
-    stack = repr(believed(run.cluster.device.stack)) if timed else ""
+    stack = ""
+    if run.row.schedule.startswith(
+        "zb"
+    ):  # orders follow from predicted times; in `run` all times are equal
+        stack = repr(believed(run.cluster.device.stack)) + version(TIMED_SOURCES)
     said = (run.job_text, run.strategy.dumps(), run.row.schedule, run.cluster.device.name, stack)
     return hashlib.blake2b(repr(said).encode(), digest_size=12).hexdigest()
 

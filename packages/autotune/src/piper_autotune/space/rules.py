@@ -27,8 +27,8 @@ RULES: Mapping[str, str] = {
     "and no number of microbatches fits with buckets as large as these",
     "activations": "the state and what the microbatches in flight keep for backward exceed the memory limit: no "
     "plan with this order holds less",
-    "slower": "the compute of the busiest device alone, with the fill and drain of its pipeline, or the messages of "
-    "the busiest stream, take longer than the steps of the best candidates known",
+    "slower": "the compute of the busiest device alone, with the fill and drain of its pipeline, the launches of the "
+    "busiest host, or the messages of the busiest stream, take longer than the steps of the best candidates known",
 }
 """The meaning of each rule, by name. The bound of compute is found soonest and tried first, that of messages last."""
 TOO_MUCH = ("states", "buckets", "activations")

@@ -7,9 +7,10 @@ directives do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from piper_autotune.space.flights import ChunkGroup, chunk_groups
 from piper_autotune.space.in_flight_bound import FullestMoment
@@ -39,8 +40,16 @@ ALONE = ("matmul", "attention")
 """The kinds of kernels that stay single operations where Inductor compiles groups."""
 _NOBODY = RolePlan("", {}, (0,), (), ())
 
-StepSeconds = Mapping[str, Mapping[Step, float]]
-"""The compute seconds of a microbatch by variant of a chunk and step."""
+
+class StepTime(NamedTuple):
+    """Hold the least that a step of a chunk takes: seconds on the device, and of the host that launches its kernels."""
+
+    seconds: float
+    launch_s: float
+
+
+StepTimes = Mapping[str, Mapping[Step, StepTime]]
+"""What a microbatch takes by variant of a chunk and step."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +104,7 @@ class Sketches:
         self._problem, self._programs = problem, programs
         self._placed: dict[tuple[Strategy, Wanted], Graph | None] = {}
         self._bucketed: dict[int, Graph | None] = {}
-        self._seconds: dict[tuple[Mesh, Wanted], StepSeconds | None] = {}
+        self._times: dict[tuple[Mesh, Wanted], StepTimes | None] = {}
         self._paths: dict[int, MicrobatchPaths] = {}
         self._states: dict[int, dict[str, int]] = {}
         self._chunks: dict[Wanted, Mapping[str, Chunk]] = {}
@@ -160,24 +169,31 @@ class Sketches:
     ) -> tuple[float, str]:
         """Return a lower bound of the seconds per step by compute alone, and a text for its cause.
 
-        A device runs its compute one after the other, and a pipeline fills and drains; that counts unless the former
-        takes longer than `known_s`. It is 0 with a cost model that does not promise that single steps are a bound.
+        A device runs its compute one after the other, its host launches the kernels one after the other, and a pipeline
+        fills and drains; the last counts unless the device alone takes longer than `known_s`. It is 0 with a cost model
+        that does not promise that single steps are a bound.
         """
         if not self._problem.bounds_steps:
             return 0.0, ""
-        seconds = self._chunk_seconds(strategy.mesh, _wanted(sketch, rows))
-        if seconds is None:
+        times = self._step_times(strategy.mesh, _wanted(sketch, rows))
+        if times is None:
             return 0.0, ""
-        by_chunk = {name: sum(steps.values()) for name, steps in seconds.items()}
-        computes = sketch.microbatches * max(
-            sum(by_chunk[c] for c in sketch.names(chunks)) for chunks in sketch.roles.values()
-        )
-        piped = self._pipeline_s(sketch, rows, seconds) if computes <= known_s else 0.0
+
+        def busiest(of: Callable[[StepTime], float]) -> float:
+            by_chunk = {name: sum(map(of, steps.values())) for name, steps in times.items()}
+            roles = [sketch.names(chunks) for chunks in sketch.roles.values()]
+            return sketch.microbatches * max(sum(by_chunk[c] for c in names) for names in roles)
+
+        computes = busiest(lambda time: time.seconds)
+        launches = busiest(lambda time: time.launch_s)
+        piped = self._pipeline_s(sketch, rows, times) if computes <= known_s else 0.0
         return max(
-            (computes, "busiest device computes"), (piped, "pipeline computes, fills and drains")
+            (computes, "busiest device computes"),
+            (launches, "busiest host launches kernels"),
+            (piped, "pipeline computes, fills and drains"),
         )
 
-    def _pipeline_s(self, sketch: Sketch, rows: int, seconds: StepSeconds) -> float:
+    def _pipeline_s(self, sketch: Sketch, rows: int, times: StepTimes) -> float:
         """Return the least seconds of a step whose microbatches fill and drain the roles; 0.0 for one role."""
         if len(sketch.roles) < 2:
             return 0.0
@@ -186,8 +202,9 @@ class Sketches:
         def took(node: Node) -> float:
             op = node.op
             assert isinstance(op, Compute)
-            own = seconds[op.variant]
-            return sum([own[step] for step in steps_of(chunks[op.variant], op.step, op.apart)])
+            own = times[op.variant]
+            steps = steps_of(chunks[op.variant], op.step, op.apart)
+            return sum([own[step].seconds for step in steps])
 
         key = id(sketch.graph)
         if key not in self._paths:
@@ -319,17 +336,17 @@ class Sketches:
                 self._bucketed[id(placed)] = None
         return self._bucketed[id(placed)]
 
-    def _chunk_seconds(self, mesh: Mesh, wanted: Wanted) -> StepSeconds | None:
-        """Return the compute seconds of one microbatch by variant and step; None when they cannot be known."""
+    def _step_times(self, mesh: Mesh, wanted: Wanted) -> StepTimes | None:
+        """Return what one microbatch takes by variant and step; None when it cannot be known."""
         key = (mesh, wanted)
-        if key not in self._seconds:
+        if key not in self._times:
             program = self._programs.exact(wanted)
-            self._seconds[key] = (
+            self._times[key] = (
                 None
                 if program is None
                 else self._timed(program, split_mesh(mesh, program), wanted.rows)
             )
-        return self._seconds[key]
+        return self._times[key]
 
     @property
     def _alike(self) -> bool:
@@ -342,7 +359,7 @@ class Sketches:
             and all(c.code for c in program.chunks)
         )
 
-    def _timed(self, program: Program, mesh: Mesh, rows: int) -> StepSeconds | None:
+    def _timed(self, program: Program, mesh: Mesh, rows: int) -> StepTimes | None:
         chunks, variants = program.bound(rows), program.bound_variants(rows)
         if self._problem.compiles:
             chunks, variants = (tuple(map(_products, cs)) for cs in (chunks, variants))
@@ -360,14 +377,14 @@ class Sketches:
         bare = bare_plan(program, mesh, rows, chunks, variants, cuda_graph=graphs)
         try:  # nobody knows yet where a chunk runs: on the fastest kind at best, and on a rank that is not slow
             models = [model_for(bare, one, costs, self._problem.model) for one in only]
-            by_code: dict[str, Mapping[Step, float]] = {}
-            seconds: dict[str, Mapping[Step, float]] = {}
+            by_code: dict[str, Mapping[Step, StepTime]] = {}
+            times: dict[str, Mapping[Step, StepTime]] = {}
             for c in (*chunks, *variants):
                 known = by_code.get(c.code) if self._alike else None
-                seconds[c.variant] = by_code[c.code] = known or {
-                    step: min(_step_seconds(m, c, step) for m in models) for step in c.steps
+                times[c.variant] = by_code[c.code] = known or {
+                    step: _step_time(models, c, step) for step in c.steps
                 }
-            return seconds
+            return times
         except PiperError:  # no durations for this number of rows: scoring says so
             return None
 
@@ -402,12 +419,13 @@ def _wanted(sketch: Sketch, rows: int) -> Wanted:
     return replace(sketch.wanted, rows=rows)
 
 
-def _step_seconds(model: CostModel, chunk: Chunk, step: Step) -> float:
+def _step_time(models: Iterable[CostModel], chunk: Chunk, step: Step) -> StepTime:
+    """Return the least that a step takes by some models."""
     if chunk.steps[step].empty:
-        return 0.0
-    return model.work(
-        _NOBODY, Instr(COMPUTE, (Part("", Compute(chunk.id, step, chunk.keep)),))
-    ).seconds
+        return StepTime(0.0, 0.0)
+    instr = Instr(COMPUTE, (Part("", Compute(chunk.id, step, chunk.keep)),))
+    works = [model.work(_NOBODY, instr) for model in models]
+    return StepTime(min(w.seconds for w in works), min(w.launch_s for w in works))
 
 
 def _products(chunk: Chunk) -> Chunk:

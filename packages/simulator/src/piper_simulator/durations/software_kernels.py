@@ -9,7 +9,7 @@ A plan has a kernel for each operator of the model. Software joins them, or adds
     runs = "fused"           a run of element-wise kernels between other kernels is one kernel. Tensors between
                              them stay in registers, so that it reads and writes as much as the largest of them (of
                              the ones of 16 bit, if there are any: float32 is for tensors inside). Kernels of a plan
-                             that Inductor made are not joined any more. A
+                             that Inductor made are not joined any more, nor are sums of a weight's gradients. A
                              softmax is a kernel with its neighbours before it forward, and behind it backward; dropout
                              beside it is one of its own. The scale of a tensor in float8 ends a run. The kernels of
                              a router, with a top-k among them or its gradient's scatter, are launched each
@@ -49,8 +49,8 @@ def run_kernels(stack: Stack, kernels: Sequence[Kernel], step: Step) -> Sequence
     if stack.runs == "fused" and step == "R" and all(k.kind == "elementwise" for k in kernels):
         return ()  # made again in the registers of the backward's kernels
     sums: list[Kernel] = []
-    if stack.accumulate == "product" and step in ("W", "B"):
-        added = [k.op == "add" and not (step == "B" and k.dtype in HALF) for k in kernels]
+    if stack.accumulate == "product":
+        added = [_adds_gradient(k, step) for k in kernels]
         sums = [_sum_of_product(k) for k, own in zip(kernels, added, strict=True) if own]
         kernels = [k for k, own in zip(kernels, added, strict=True) if not own]
     if stack.joined and step == "I":
@@ -61,11 +61,17 @@ def run_kernels(stack: Stack, kernels: Sequence[Kernel], step: Step) -> Sequence
         counted = (_as_counted(stack, k, step) for k in kernels)
         kernels = [k for k in counted if k is not None]
     if stack.runs == "fused":
-        kernels = list(_fused(stack, kernels))
+        kernels = list(_fused(stack, kernels, step))
     kernels = [*kernels, *sums]
     if stack.fills:
         kernels = [k for one in kernels for k in (*_fill(stack, one, step), one)]
     return kernels
+
+
+def _adds_gradient(kernel: Kernel, step: Step) -> bool:
+    """Return whether a kernel adds the gradient of a weight to its sum."""
+    narrow = kernel.dtype in HALF
+    return kernel.op == "add" and (step == "W" or (step == "B" and not narrow))
 
 
 def _as_counted(stack: Stack, kernel: Kernel, step: Step) -> Kernel | None:
@@ -170,11 +176,12 @@ def _fits(before: Kernel, after: Kernel, free: int) -> bool:
     )
 
 
-def _fused(stack: Stack, kernels: Iterable[Kernel]) -> Iterator[Kernel]:
-    """Yield the kernels with each run of element-wise ones as one kernel."""
+def _fused(stack: Stack, kernels: Iterable[Kernel], step: Step) -> Iterator[Kernel]:
+    """Yield the kernels with each run of element-wise ones as one kernel; none with sums of gradients."""
     run: list[Kernel] = []
     for kernel in kernels:
-        joins = kernel.op != FUSION and (kernel.kind == "elementwise" or kernel.kind in stack.fused)
+        joins = kernel.kind == "elementwise" or kernel.kind in stack.fused
+        joins = joins and kernel.op != FUSION and not _adds_gradient(kernel, step)
         if run and (not joins or _apart(run[-1], kernel)):
             yield from _joined(run)
             run = []
