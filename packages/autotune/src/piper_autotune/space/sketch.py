@@ -49,7 +49,7 @@ class StepTime(NamedTuple):
 
 
 StepTimes = Mapping[str, Mapping[Step, StepTime]]
-"""What a microbatch takes by variant of a chunk and step."""
+"""The least times of a microbatch by variant of a chunk and step."""
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,7 @@ class Sketches:
         return self._bucketed[id(placed)]
 
     def _step_times(self, mesh: Mesh, wanted: Wanted) -> StepTimes | None:
-        """Return what one microbatch takes by variant and step; None when it cannot be known."""
+        """Return the times of one microbatch by variant and step; None when they cannot be known."""
         key = (mesh, wanted)
         if key not in self._times:
             program = self._programs.exact(wanted)
