@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from piper.cli import app
+from piper.published import plans
 from piper.published.convert import cluster_of, model_of, readings, row, stack_for
 from piper.published.fitting import fit
 from piper.published.plans import plan_of
@@ -186,6 +187,17 @@ def test_a_peak_has_the_unit_that_was_printed_and_fp16_has_gradients_of_16_bits(
     assert predict(gb).peak_gib == pytest.approx(predict(gib).peak_gib * 2**30 / 10**9)
     reduced = [row(read_row({**TINY, "dtype": d})).job.precision for d in ("bf16", "fp16")]
     assert [p.reduce for p in reduced if p] == ["float32", "bfloat16"]
+
+
+def test_a_kept_zero_bubble_plan_is_of_the_same_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its order follows from predicted times; other plans are the same under any."""
+    pipe = {"pp": "2", "dp": "1", "note": "Zero Bubble", "hw": "a100-80g-sxm"}
+    runs = [row(read_row({**TINY, **pipe, "schedule": s})) for s in ("1f1b", "zb1p")]
+    names = []
+    for source in "ab":
+        monkeypatch.setattr(plans, "version", lambda sources, known=source: known)
+        names.append([plans._name(run) for run in runs])
+    assert [one == other for one, other in zip(*names, strict=True)] == [True, False]
 
 
 def test_own_bytes_stay_the_plans(tiny: PublishedRow) -> None:
