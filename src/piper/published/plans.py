@@ -132,9 +132,8 @@ def stage_times(published: PublishedRow, stack: Stack | None) -> dict[str, Any]:
 
 def _name(run: PublishedRun) -> str:
     stack = ""
-    if run.row.schedule.startswith(
-        "zb"
-    ):  # orders follow from predicted times; in `run` all times are equal
+    if run.row.schedule.startswith("zb"):
+        # orders follow from predicted times; in `run` all times are equal
         stack = repr(believed(run.cluster.device.stack)) + version(TIMED_SOURCES)
     said = (run.job_text, run.strategy.dumps(), run.row.schedule, run.cluster.device.name, stack)
     return hashlib.blake2b(repr(said).encode(), digest_size=12).hexdigest()
