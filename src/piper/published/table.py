@@ -47,7 +47,7 @@ _FROM_ZERO = ("shared_experts", "dense_layers")
 _SECONDS = ("capacity", "step_s", "peak_gib")
 """The columns of numbers that a row may leave open."""
 GIB, GB = 2**30, 10**9
-"""The bytes of the units in which peaks are published."""
+"""The bytes of a GiB, and of a decimal GB."""
 COLUMNS = (
     "case", "source", "block", "arch", "hidden", "ffn", "heads", "kv_heads", "layers", "vocab", "seq", "tied", "hw",
     "gpus", "gpus_per_node", "tp", "pp", "vpp", "cp", "dp", "zero", "schedule", "micro_batch", "global_batch",
