@@ -35,6 +35,7 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     (("plan", "deepspeed:"), "deepspeed: names no job"),
     (("accuracy", TABLE, "--fit", "", "--stack", "hopper-nemo"), "Is a directory"),
     (("accuracy", TABLE, "--out", "folder"), "cannot write results to folder"),
+    (("accuracy", TABLE, "--fit", "mine"), "--stack reads files that end in .toml"),
     (("accuracy", TABLE, "--free", "matmul"), "--free has no use without --fit"),
     (("accuracy", TABLE, "--fit", "x.toml", "--at-most", "1"), "--at-most has no use beside --fit"),
     (("accuracy", TABLE, "--why", "h100*"), "12 rows have such a case; name one"),

@@ -282,6 +282,15 @@ def test_a_written_stack_is_read_again(tmp_path: Path) -> None:
         read_software(tmp_path / "mine.toml", STACKS)
 
 
+def test_a_stack_that_was_fitted_from_a_file_is_read_again(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.toml", tmp_path / "second.toml"
+    first.write_text('base = "hopper-nemo"\nattention = "flash-2"\n', encoding="utf-8")
+    start = read_software(first, STACKS)
+    write_stack(second, _with(start, "matmul", 0.5), str(first))
+    again = read_software(second, STACKS)
+    assert again.attention == "flash-2" and again.number == {**start.number, "matmul": 0.5}
+
+
 def test_committed_stacks_hold_at_most_eight_constants_within_their_ranges() -> None:
     for stack in SOFTWARE.values():
         assert 0 < len(stack.constants) <= 8 and stack.devices and stack.source

@@ -11,9 +11,14 @@ _TABLES = "\n[constants."
 
 
 def write_stack(path: Path, stack: Stack, base: str) -> None:
-    """Write a stack's constants into its file; a file that is not there yet takes all facts from the stack `base`."""
-    if path.exists():
-        facts = path.read_text(encoding="utf-8").partition(_TABLES)[0].rstrip()
+    """Write a stack's constants into its file.
+
+    A file that is not there yet takes all facts from `base`, the name of a stack or a stack's file, as `--stack` names
+    it. A file cannot name another one as its base, so it has a copy of these facts.
+    """
+    file = path if path.exists() else Path(base)
+    if file.suffix == ".toml":
+        facts = file.read_text(encoding="utf-8").partition(_TABLES)[0].rstrip()
     else:
         devices = ", ".join(f'"{d}"' for d in stack.devices)
         facts = f'base = "{base}"\ndevices = [{devices}]\nsource = "as {base}; constants: piper accuracy --fit"'

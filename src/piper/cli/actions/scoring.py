@@ -73,6 +73,8 @@ def _check_together(a: AccuracyArguments) -> None:
     for name in unused:
         if getattr(a, name) != getattr(usual, name):
             raise JobError(f"--{name.replace('_', '-')} has no use {by}; leave it out")
+    if a.fit is not None and a.fit.name and a.fit.suffix != ".toml":
+        raise JobError(f"--fit {a.fit}: --stack reads files that end in .toml, such as mine.toml")
 
 
 def _elsewhere(predictions: Sequence[RunPrediction], stack: Stack | None) -> list[str]:
@@ -141,7 +143,7 @@ def _fitted(a: AccuracyArguments, rows: Sequence[PublishedRow], stack: Stack | N
 
     with working("fitting"):
         found = fit(rows, start, free, predicted)
-    write_stack(Path(a.fit), found.stack, start.name)
+    write_stack(Path(a.fit), found.stack, a.stack or start.name)
     if a.as_json:
         values = {n: vars_of(c) for n, c in found.stack.constants.items()}
         print(json.dumps({"before": found.before, "after": found.after, "constants": values}))
