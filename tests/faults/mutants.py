@@ -11,6 +11,7 @@ backward_faults.py, loss_faults.py, precision_faults.py or state_faults.py. Each
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -248,4 +249,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    ArgumentParser("python -m tests.faults.mutants", description=__doc__).parse_args()
     sys.exit(main())

@@ -247,6 +247,7 @@ def test_a_strategy_for_other_rows_than_those_of_a_step_is_refused() -> None:
     program = synthetic(stages=2, F=1, I=1, W=1)
     made = Strategy(Mesh(pp=2), recipes.gpipe(microbatches=2), global_batch=8).with_params({"x": 1})
     assert compile_program(program, made, global_batch=8).plan.rows == 4
+    assert compile_program(program, made).plan.rows == 4, "it has its own"
     with pytest.raises(
         CompileError, match=r"global_batch=8\): a step has 16 rows; .* leave it out"
     ):

@@ -184,6 +184,7 @@ def test_a_host_that_launches_slowly_owns_the_path() -> None:
     assert found.step_s == simulate(plan, on, costs=costs).step_s > 20.0
     rows = {w.name: w.step_s for w in found.what_if}
     assert rows["no launch cost"] == simulate(plan, FLAT, costs=costs).step_s < 20.0
+    assert rows["no interference"] == found.step_s and rows["perfect overlap"] >= 20.0
     assert max(found.sensitivities, key=lambda s: s.per_percent).name == "launch_s"
 
 

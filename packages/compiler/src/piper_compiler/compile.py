@@ -94,7 +94,7 @@ def compile_program(
     request = CompileRequest(
         program,
         strategy,
-        global_batch,
+        strategy.global_batch if global_batch is None else global_batch,
         training or Training(),
         costs,
         options or Options(),

@@ -130,7 +130,8 @@ class CompileRequest:
 
     Attributes:
         program: the captured or synthetic program.
-        global_batch: rows of one step over all replicas (default: one row per microbatch and replica).
+        global_batch: rows of one step over all replicas (default: that of the strategy, or else one row
+            per microbatch and replica).
         training: the job, as far as the compiler needs it.
         costs: known durations.
         options: how the plan is laid out.

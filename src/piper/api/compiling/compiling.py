@@ -139,8 +139,8 @@ def compile(
         source: The job or the Program.
         strategy: The directives.
         costs: Measured durations, which weigh layers and decide ties.
-        global_batch: Rows over all replicas, given with a Program only. The default is one row per microbatch and
-            replica.
+        global_batch: Rows over all replicas, given with a Program only. The default is that of the strategy, or else
+            one row per microbatch and replica.
         options: How the compiler works.
 
     Raises CaptureError, DirectiveError, CompileError or JobError; each names the part to change.
