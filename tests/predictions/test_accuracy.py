@@ -16,7 +16,7 @@ from piper.cli import app
 from piper.published import plans
 from piper.published.convert import cluster_of, model_of, readings, row, stack_for
 from piper.published.fitting import fit
-from piper.published.plans import plan_of
+from piper.published.plans import plan_of, stage_times
 from piper.published.scoring import RunPrediction, kendall, percentile, predict, score
 from piper.published.stack_file import write_stack
 from piper.published.table import PublishedRow, read_row, read_rows
@@ -198,6 +198,17 @@ def test_a_kept_zero_bubble_plan_is_of_the_same_simulator(monkeypatch: pytest.Mo
         monkeypatch.setattr(plans, "version", lambda sources, known=source: known)
         names.append([plans._name(run) for run in runs])
     assert [one == other for one, other in zip(*names, strict=True)] == [True, False]
+
+
+@each_case(("model", "forward", "backward"), [("6.2B", 29.802, 29.428), ("28.3B", 10.408, 10.204)])
+def test_zero_bubble_has_the_forward_and_backward_that_its_authors_profiled(
+    model: str, forward: float, backward: float
+) -> None:
+    """Milliseconds of F and of I of a stage in the middle, arXiv 2401.10241, appendix; their orders follow from them."""
+    table = Path(__file__).parents[2] / "benchmarks/published/zero_bubble.csv"
+    (one, *_) = read_rows(table, f"*-{model}-zb2p-*")
+    times = stage_times(one, SOFTWARE["ampere-zero-bubble"])
+    assert times["F"][1] / times["I"][1] == pytest.approx(forward / backward, rel=0.03)
 
 
 def test_own_bytes_stay_the_plans(tiny: PublishedRow) -> None:
