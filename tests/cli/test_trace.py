@@ -22,4 +22,11 @@ def test_the_command_compares_and_calibrates(recipe: Path, tmp_path: Path) -> No
     assert facts["missing"] == [] and facts["step_s"]["measured"] > 0
     assert command("simulate", recipe, "--costs", costs).exit_code == 0
     fails(command("trace", *traces, "--calibrate", costs), "--calibrate", "--job FILE.py")
+    for parts in (1, 4):
+        text = recipe.read_text(encoding="utf-8")
+        other = tmp_path / f"other{parts}.py"
+        assert "microbatches=2" in text
+        other.write_text(text.replace("microbatches=2", f"microbatches={parts}"), encoding="utf-8")
+        refused = command("trace", *traces, "--job", other, "--calibrate", costs)
+        fails(refused, "of another job or strategy", "without a range" if parts == 4 else "lacks")
     fails(command("trace", recipe), "recipe.py", "torch.profiler")

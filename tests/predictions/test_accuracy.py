@@ -17,11 +17,11 @@ from piper.published import plans
 from piper.published.convert import cluster_of, model_of, readings, row, stack_for
 from piper.published.fitting import fit
 from piper.published.plans import plan_of, stage_times
-from piper.published.scoring import RunPrediction, kendall, percentile, predict, score
-from piper.published.stack_file import write_stack
-from piper.published.table import PublishedRow, read_row, read_rows
+from piper.published.scoring import RunPrediction, by_model, kendall, percentile, predict, score
+from piper.published.stack_file import check_target, write_stack
+from piper.published.table import PublishedRow, read_row, read_rows, write_rows
 from piper_ir.ground.errors import ClusterError, JobError
-from piper_simulator import SOFTWARE, STACKS, Stack, read_software
+from piper_simulator import SOFTWARE, STACKS, Stack, StackConstant, read_software
 from tests.helpers.cases import each_case
 
 TINY = {
@@ -273,6 +273,21 @@ def _with(stack: Stack, name: str, value: float) -> Stack:
     )
 
 
+def test_tables_as_spreadsheets_write_them(tmp_path: Path) -> None:
+    """With a mark at the start, and a line break in a cell; a row that cannot be predicted is one of the refused."""
+    file = tmp_path / "runs.csv"
+    other = {**TINY, "case": "b[1]", "heads": "7", "note": "two\nlines, no CUDA graphs"}
+    write_rows(file, [TINY, other])
+    file.write_text("\ufeff" + file.read_text(encoding="utf-8"), encoding="utf-8")
+    rows = read_rows(file)
+    assert [row.note for row in rows][1:] == [other["note"]] and not rows[1].says("CUDA graphs")
+    assert rows[1].says("two") and read_rows(file, "b[1]") == rows[1:]
+    assert len(by_model(rows)) == 2 and predict(rows[1]).refused
+    file.write_text(file.read_text(encoding="utf-8") + "x," * 60, encoding="utf-8")
+    with pytest.raises(JobError, match=r"line 5: more cells than the \d+ columns"):
+        read_rows(file)
+
+
 def test_few_runs_and_unknown_constants_are_refused(tiny: PublishedRow) -> None:
     stack = SOFTWARE["blackwell-megatron"]
     with pytest.raises(JobError, match="at least 5 runs of 2 models; these are 4 runs of 1"):
@@ -295,11 +310,42 @@ def test_a_written_stack_is_read_again(tmp_path: Path) -> None:
 
 def test_a_stack_that_was_fitted_from_a_file_is_read_again(tmp_path: Path) -> None:
     first, second = tmp_path / "first.toml", tmp_path / "second.toml"
-    first.write_text('base = "hopper-nemo"\nattention = "flash-2"\n', encoding="utf-8")
+    first.write_text(_ODD, encoding="utf-8")
     start = read_software(first, STACKS)
-    write_stack(second, _with(start, "matmul", 0.5), str(first))
+    write_stack(second, replace(_with(start, "matmul", 0.41234564), seen=0.3), str(first))
     again = read_software(second, STACKS)
-    assert again.attention == "flash-2" and again.number == {**start.number, "matmul": 0.5}
+    assert again == replace(start, name="second", seen=0.3), "a value stays from low to high"
+    assert second.read_text(encoding="utf-8").startswith("# our own\n")
+    check_target(second, start)
+    for text, why in (("name = 'x'", "no file of a stack"), (_ODD, "with other facts .*attention")):
+        second.write_text(text.replace("flash-2", "flash-1"), encoding="utf-8")
+        with pytest.raises(JobError, match=why):
+            check_target(second, start)
+
+
+_ODD = """# our own
+base = "hopper-nemo"
+attention = "flash-2"
+[constants]
+matmul = { value = 0.4123456789, low = 0.4123456789, high = 0.8, prior = 0.6, source = 'our "own" \\' }
+[passes]
+clone = 3
+"""
+
+
+def test_a_constant_that_may_be_0_is_fitted_within_a_narrow_range() -> None:
+    hidden = StackConstant(value=0, low=0, high=0.04, prior=0, source="x")
+    stack = replace(SOFTWARE["blackwell-megatron"], constants={"hidden": hidden})
+    models = [replace(read_row(TINY), layers=k) for k in range(1, 6)]
+
+    def predicted(rows: Sequence[PublishedRow], changed: Stack) -> list[RunPrediction]:
+        return [RunPrediction(r, (r.step_s * (1.02 - changed.number["hidden"]),)) for r in rows]  # type: ignore[operator]  # it is known
+
+    found = fit(models, stack, ["hidden", "hidden"], predicted)
+    assert 0 < found.stack.number["hidden"] <= 0.04 and found.stack.seen >= found.after
+    still = replace(hidden, high=0)
+    with pytest.raises(JobError, match="low and high are the same"):
+        fit(models, replace(stack, constants={"hidden": still}), ["hidden"], predicted)
 
 
 def test_committed_stacks_hold_at_most_eight_constants_within_their_ranges() -> None:

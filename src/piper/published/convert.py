@@ -147,6 +147,9 @@ def row(
     cluster = cluster_of(published, stack)
     microbatches = _microbatches(published)
     config, notes = model_of(published)
+    device = cluster.device.name
+    if published.hw not in (*ALIASES, device):
+        notes += (f"{published.hw} is taken as {device}",)
     job = models.job(
         config,
         global_batch=published.global_batch,
@@ -196,12 +199,11 @@ def readings(published: PublishedRow) -> Iterator[PublishedRow]:
 
 def cluster_of(published: PublishedRow, stack: Stack | str | None = None) -> Cluster:
     """Return the cluster of a row, with its software stack if there is one."""
-    device = ALIASES.get(published.hw.partition("-")[0], "")
-    device = published.hw if published.hw in DEVICES else device
+    device = _device(published.hw)
     if not device:
         raise JobError(
-            f"{published.case}: no device {published.hw!r} is described; known are {', '.join(DEVICES)}. Describe it in "
-            f"a cluster file and give --cluster, or correct the column hw"
+            f"{published.case}: no device {published.hw!r} is described; known are {', '.join(DEVICES)}: correct the "
+            f"column hw"
         )
     most = NVLINK_DOMAIN.get(device, published.gpus_per_node or 8)
     per_node = max((n for n in range(1, most + 1) if published.gpus % n == 0), default=1)
@@ -216,9 +218,17 @@ def cluster_of(published: PublishedRow, stack: Stack | str | None = None) -> Clu
         stack = published.stack or stack_for(published, device)
     if stack:
         cluster = with_stack(cluster, stack if isinstance(stack, Stack) else stack_named(stack))
-    if "CUDA graphs" in published.note:
+    if published.says("CUDA graphs"):
         cluster = cluster.each_device(lambda one: replace(one, launch_s=0.0))
     return cluster
+
+
+def _device(hw: str) -> str:
+    """Return the device of a name, or of the longest alias that it begins with; "" if there is none."""
+    if hw in DEVICES:
+        return hw
+    begins = [alias for alias in ALIASES if hw == alias or hw.startswith(f"{alias}-")]
+    return ALIASES[max(begins, key=len)] if begins else ""
 
 
 def stack_for(published: PublishedRow, device: str) -> str:
@@ -287,7 +297,7 @@ def model_of(published: PublishedRow) -> tuple[models.DecoderConfig, tuple[str, 
         if published.capacity and _capacity(published) is None:
             notes.append("experts are dropless, and whole along axes that share tokens: too large")
     for words, changes in MODEL_WORDS:
-        if words in published.note:
+        if published.says(words):
             fields |= changes
     if fields.get("dropout") and fields.get("attention") != "math":
         fields["attention_dropout"] = 0.0
@@ -334,6 +344,10 @@ def _microbatches(published: PublishedRow) -> int:
     if degrees != published.gpus:
         raise JobError(
             f"{published.case}: dp x cp x tp x pp is {degrees}, and there are {published.gpus} devices"
+        )
+    if published.heads % published.tp:
+        raise JobError(
+            f"{published.case}: tp = {published.tp} does not divide {published.heads} heads, so that no device has its part"
         )
     if published.dp % published.ep:
         raise JobError(

@@ -41,7 +41,7 @@ class Fit:
     """Hold a fitted stack.
 
     Attributes:
-        stack: with the fitted values.
+        stack: with the fitted values, and the errors that four in five runs have at most as its half width (`seen`).
         rows: the runs that it was fitted to.
         before: mean of the absolute errors before the fit.
         after: and after it.
@@ -81,10 +81,15 @@ def fit(rows: Sequence[PublishedRow], stack: Stack, free: Sequence[str], predict
             f"a stack is fitted to at least {LEAST_ROWS} runs of {LEAST_MODELS} models; these are {len(rows)} runs of "
             f"{len(models)}: add runs, or take the priors of {stack.name} as they are"
         )
+    free = list(dict.fromkeys(free))
     unknown = [name for name in free if name not in stack.constants]
     if unknown or not free:
         raise JobError(
             f"--free {', '.join(free)}: the stack {stack.name} has the constants {', '.join(stack.constants)}"
+        )
+    if fixed := [n for n in free if stack.constants[n].low == stack.constants[n].high]:
+        raise JobError(
+            f"--free {fixed[0]}: its low and high are the same, so that it cannot change"
         )
     start = _residuals(rows, stack, predict)
     derivatives = np.zeros((len(rows), len(free)))
@@ -97,10 +102,12 @@ def fit(rows: Sequence[PublishedRow], stack: Stack, free: Sequence[str], predict
     for _ in range(ROUNDS):
         fitted = _step(fitted, free, residuals, derivatives)
         residuals = _residuals(rows, fitted, predict)
-    before, after = (float(np.mean(np.abs(np.expm1(r)))) for r in (start, residuals))
-    found = Fit(fitted, tuple(rows), before, after, derivatives)
+    errors = [np.abs(np.expm1(r)) for r in (start, residuals)]
+    before, after = (float(np.mean(e)) for e in errors)
+    seen = max(0.01, math.ceil(100 * float(np.quantile(errors[1], 0.8))) / 100)
+    found = Fit(replace(fitted, seen=seen), tuple(rows), before, after, derivatives)
     named = {n: replace(fitted.constants[n], fitted=True, source=found.source) for n in free}
-    return replace(found, stack=replace(fitted, constants={**fitted.constants, **named}))
+    return replace(found, stack=replace(found.stack, constants={**fitted.constants, **named}))
 
 
 def _step(
@@ -108,11 +115,12 @@ def _step(
 ) -> Stack:
     """Return the stack after one weighted least squares, with every constant within its range."""
     weights = np.sqrt(1.0 / np.maximum(NOISE, np.abs(residuals)) / NOISE)
-    now = np.array([_scale(n, stack.constants[n].value) for n in free])
-    priors = np.array([_scale(n, stack.constants[n].prior) for n in free])
+    now = np.array([_scale(n, stack.constants[n].value) for n in free], float)
+    priors = np.array([_scale(n, stack.constants[n].prior) for n in free], float)
     lows, highs = (
         np.array(
-            [_scale(n, max(getattr(stack.constants[n], end), _LEAST.get(n, 1e-12))) for n in free]
+            [_scale(n, max(getattr(stack.constants[n], end), _LEAST.get(n, 1e-12))) for n in free],
+            float,
         )
         for end in ("low", "high")
     )
@@ -150,8 +158,11 @@ def _value(name: str, scaled: float) -> float:
 
 def _moved(one: StackConstant, step: float) -> float:
     """Return a value near a constant's, within its range."""
-    up = one.value * (1 + step) + (0.05 if one.value == 0 else 0.0)
-    return up if up <= one.high else one.value / (1 + step)
+    up = one.value * (1 + step) + (step if one.value == 0 else 0.0)
+    if up <= one.high:
+        return up
+    down = one.value / (1 + step)
+    return down if one.low <= down < one.value else one.low if one.low < one.value else one.high
 
 
 def _with(stack: Stack, values: Mapping[str, float]) -> Stack:

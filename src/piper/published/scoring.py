@@ -36,6 +36,7 @@ class RunPrediction:
         reserved_gib: memory that the allocator reserves for it.
         stack: name of the software stack; "" if there is none for the row.
         refused: why the row cannot be predicted; "" if it is.
+        notes: the fields that are taken in the nearest form.
     """
 
     row: PublishedRow
@@ -46,6 +47,7 @@ class RunPrediction:
     reserved_gib: float = math.nan
     stack: str = ""
     refused: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def step_s(self) -> float:
@@ -66,7 +68,7 @@ class RunPrediction:
         """Return the error of the peak, against the published one: reserved where its note says so, else allocated."""
         if not self.seconds or self.row.peak_gib is None:
             return None
-        reserved = "reserved" in self.row.note
+        reserved = self.row.says("reserved")
         return (self.reserved_gib if reserved else self.peak_gib) / self.row.peak_gib - 1
 
     @property
@@ -86,7 +88,7 @@ class RunPrediction:
             "high_step_s": f"{self.high:.6g}" if known else "",
             "predicted_peak_gib": f"{self.peak_gib:.5g}" if known else "",
             "predicted_reserved_gib": f"{self.reserved_gib:.5g}" if known else "",
-            "stack": self.stack,
+            "stack": self.stack or self.row.stack,
             "refused": self.refused,
         }
 
@@ -95,8 +97,14 @@ def by_model(rows: Sequence[PublishedRow]) -> list[int]:
     """Return the numbers of rows in an order in which rows of one model follow each other, as they share a capture."""
     from piper.published.convert import model_of, readings
 
+    def model(row: PublishedRow) -> str:
+        try:
+            return repr(model_of(next(readings(row)))[0])
+        except PiperError:  # `predict` says why
+            return ""
+
     first: dict[str, int] = {}
-    keys = [repr(model_of(next(readings(r)))[0]) for r in rows]
+    keys = list(map(model, rows))
     for key in keys:
         first.setdefault(key, len(first))
     return sorted(range(len(rows)), key=lambda at: first[keys[at]])
@@ -120,6 +128,7 @@ def predict(
 
     seconds, lows, highs, peaks, reserved = [], [], [], [0.0], [0.0]
     name = ""
+    notes: tuple[str, ...] = ()
     try:
         for reading in readings(published):
             run, plan = plan_of(reading, stack)
@@ -133,11 +142,19 @@ def predict(
                 peaks.append(held / published.peak_unit)
                 reserved.append(taken / published.peak_unit)
             name = "" if cluster.device.stack is None else cluster.device.stack.name
+            notes = run.notes
     except PiperError as error:
         reason = str(error).removeprefix(f"{published.case}: ")  # tables name the case themselves
         return RunPrediction(published, refused=reason)
     return RunPrediction(
-        published, tuple(seconds), min(lows), max(highs), max(peaks), max(reserved), name
+        published,
+        tuple(seconds),
+        min(lows),
+        max(highs),
+        max(peaks),
+        max(reserved),
+        name,
+        notes=notes,
     )
 
 

@@ -1,13 +1,42 @@
-"""Write stacks with fitted constants as TOML files; the facts of an existing file stay as they are."""
+"""Write stacks with fitted constants as TOML files; the facts and comments of an existing file stay as they are."""
 
 from __future__ import annotations
 
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
-from piper_ir.tools import write_whole
-from piper_simulator import Stack, StackConstant
+import tomlkit
 
-_TABLES = "\n[constants."
+from piper_ir.ground.errors import ClusterError, JobError
+from piper_ir.tools import write_whole
+from piper_simulator import STACKS, Stack, read_software
+
+_OF_FILES = ("name", "constants", "words", "source", "seen")
+"""The fields in which the file of a stack may differ from the stack that was fitted."""
+
+
+def check_target(path: Path, start: Stack) -> None:
+    """Raise JobError if a file that is there cannot take the constants of a stack: it has other facts, or none."""
+    if not path.exists():
+        return
+    advice = "name a file that is not there yet"
+    try:
+        own = read_software(path, STACKS)
+    except ClusterError as error:
+        raise JobError(
+            f"--fit {path} is there, and no file of a stack; {advice}: {error}"
+        ) from None
+    others = [
+        f.name
+        for f in fields(Stack)
+        if f.name not in _OF_FILES and getattr(own, f.name) != getattr(start, f.name)
+    ]
+    if others:
+        some = ", ".join([*others[:3], *(["..."] if len(others) > 3 else [])])
+        raise JobError(
+            f"--fit {path} is there, with other facts than {start.name} ({some}); {advice}, or fit the file itself by "
+            f"--stack {path}"
+        )
 
 
 def write_stack(path: Path, stack: Stack, base: str) -> None:
@@ -18,17 +47,24 @@ def write_stack(path: Path, stack: Stack, base: str) -> None:
     """
     file = path if path.exists() else Path(base)
     if file.suffix == ".toml":
-        facts = file.read_text(encoding="utf-8").partition(_TABLES)[0].rstrip()
+        written = tomlkit.parse(file.read_text(encoding="utf-8"))
     else:
-        devices = ", ".join(f'"{d}"' for d in stack.devices)
-        facts = f'base = "{base}"\ndevices = [{devices}]\nsource = "as {base}; constants: piper accuracy --fit"'
-    tables = (_table(name, one) for name, one in stack.constants.items())
-    write_whole(path, facts + "\n" + "".join(tables))
-
-
-def _table(name: str, one: StackConstant) -> str:
-    fitted = "fitted = true\n" if one.fitted else ""
-    return (
-        f"{_TABLES}{name}]\nvalue = {one.value:.4g}\nlow = {one.low:g}\nhigh = {one.high:g}\nprior = {one.prior:g}\n"
-        f'{fitted}source = "{one.source}"\n'
-    )
+        written = tomlkit.document()
+        written["base"] = base
+        written["devices"] = list(stack.devices)
+        written["source"] = f"as {base}; constants: piper accuracy --fit"
+    written["seen"] = stack.seen
+    if "constants" not in written:
+        written["constants"] = tomlkit.table(is_super_table=True)
+    constants = written["constants"]
+    for name, one in stack.constants.items():
+        value = min(max(float(f"{one.value:.4g}"), one.low), one.high)
+        entry = asdict(replace(one, value=value))
+        if not one.fitted:
+            del entry["fitted"]
+        if name in constants:
+            for key, new in entry.items():
+                constants[name][key] = new
+        else:
+            constants[name] = entry
+    write_whole(path, tomlkit.dumps(written))

@@ -7,6 +7,7 @@ again.
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -152,7 +153,14 @@ class PublishedRow:
     @property
     def peak_unit(self) -> int:
         """Return the bytes of one of `peak_gib`: of a decimal gigabyte, where the note says that GB were printed."""
-        return GB if "printed in GB" in self.note else GIB
+        return GB if self.says("printed in GB") else GIB
+
+    def says(self, words: str) -> bool:
+        """Return whether the note has some words, without a "no", "not" or "without" before them."""
+        return (
+            re.search(rf"(?<!\bno )(?<!\bnot )(?<!\bwithout ){re.escape(words)}", self.note)
+            is not None
+        )
 
     @property
     def publisher(self) -> str:
@@ -166,27 +174,35 @@ def read_rows(path: Path, only: str = "*") -> list[PublishedRow]:
     Raises JobError with file, line and column for a field that cannot be read, and if no row fits.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as error:
         advice = "docs/accuracy.md says how a table of published runs is written"
         raise JobError(unread("the table", path, error, advice)) from None
     numbered = [(n, x) for n, x in enumerate(lines, 1) if x.strip() and not x.startswith("#")]
     reader = csv.DictReader([x for _, x in numbered])
-    missing = [name for name in _NEEDED if name not in (reader.fieldnames or ())]
+    columns = list(reader.fieldnames or ())
+    missing = [name for name in _NEEDED if name not in columns]
     if missing:
         raise JobError(
             f"{path}: the columns {', '.join(missing)} are missing; docs/accuracy.md lists all columns"
         )
-    rows = [
-        read_row(fields, f"{path}, line {n}")
-        for (n, _), fields in zip(numbered[1:], reader, strict=True)
-    ]
+    if twice := [name for name in dict.fromkeys(columns) if columns.count(name) > 1]:
+        raise JobError(f"{path}: two columns are called {twice[0]!r}; leave one out")
+    rows = []
+    for fields in reader:
+        where = f"{path}, line {numbered[reader.line_num - 1][0]}"
+        if None in fields:
+            raise JobError(f"{where}: more cells than the {len(columns)} columns of the table")
+        rows.append(read_row(fields, where))
     names = [row.case for row in rows]
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise JobError(f"{path}: two rows have the case {twice[0]!r}; give each a name of its own")
-    chosen = [row for row in rows if fnmatch(row.case, only)]
+    chosen = [row for row in rows if row.case == only] or [
+        row for row in rows if fnmatch(row.case, only)
+    ]
     if not chosen:
-        raise JobError(f"{path}: no case fits {only!r}; the first are {', '.join(names[:3])}")
+        first = f"the first are {', '.join(names[:3])}" if names else "the table has no rows"
+        raise JobError(f"{path}: no case fits {only!r}; {first}")
     return chosen
 
 

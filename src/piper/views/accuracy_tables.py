@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from piper.published.fitting import Fit
@@ -18,6 +19,8 @@ def prediction_table(predictions: Sequence[RunPrediction], warned: Sequence[str]
     notes = tuple(f"{p.row.case}: {p.refused}" for p in predictions if p.refused)
     if decimal := sum(p.row.peak_unit == GB for p in predictions):
         notes += (f"peaks of {count_text(decimal, 'row')} are in decimal GB, as their notes say",)
+    for note, n in Counter(note for p in predictions for note in p.notes).items():
+        notes += (f"{count_text(n, 'row')}: {note}",)
     columns = (
         "case",
         "stack",
@@ -83,9 +86,12 @@ def _scored(s: SourceScore) -> tuple[str, ...]:
 
 
 def why_table(
-    row: PublishedRow, cluster: str, parts: StepParts, changes: Mapping[str, float]
+    row: PublishedRow, cluster: str, parts: StepParts, changes: Mapping[str, float], said: str
 ) -> Table:
-    """Return a table of the parts of a step on the role that computes the longest, and of derivatives."""
+    """Return a table of the parts of a step on the role that computes the longest, and of derivatives.
+
+    `said` has the values that open fields of the row have here; "" if none is open.
+    """
     seconds = [*parts.kernels.items(), *parts.inside.items()]
     seconds += [("updates and others", parts.others), ("waiting, messages between", parts.waiting)]
     rows = [(name, time_text(s), percent(s / parts.period)) for name, s in seconds if s > 0]
@@ -94,6 +100,8 @@ def why_table(
         f"d log step / d {'' if name == 'hidden' else 'log '}{name} = {value:+.3f}"
         for name, value in changes.items()
     )
+    if said:
+        notes = (f"of the readings of a row with open fields that with {said}", *notes)
     title = f"{row.case} on {cluster}, {parts.role}: {time_text(parts.period)}{measured}"
     return Table(title, ("", "time", "share"), tuple(rows), notes)
 

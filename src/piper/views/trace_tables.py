@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from piper_ir.plan.phases import PHASES, instr_label
 from piper_ir.plan.plan import Plan
-from piper_ir.tools import size_text, time_text
+from piper_ir.tools import count_text, size_text, time_text
 from piper_report import Table
 from piper_simulator import Simulation
 from piper_traces import Breakdown, Matched, MatchedMessages, Straggling
@@ -113,18 +113,27 @@ def instruction_table(plan: Plan, matched: Matched, predicted: Simulation) -> Ta
     seconds = instruction_seconds(plan, matched, predicted)
     rows += [_beside(kind, *numbers) for kind, numbers in seconds.items()]
     notes = ["messages last as long as their ranges, with the waiting for their peers"]
-    if matched.missing:
-        more = ", ..." if len(matched.missing) > 3 else ""
-        notes.append(
-            f"{len(matched.missing)} instructions have no range in the trace: "
-            f"{', '.join(matched.missing[:3])}{more}"
-        )
+    notes += differences(matched)
     return Table(
         "instructions of the plan, all traced ranks together",
         ("", "count", "measured", "predicted", "predicted / measured"),
         tuple(rows),
         tuple(notes),
     )
+
+
+def differences(matched: Matched) -> list[str]:
+    """Return in words which instructions have no range in a trace, and which ranges no instruction has."""
+    both = (
+        (matched.missing, "without a range in the trace"),
+        (matched.unplanned, "of the trace that the plan lacks"),
+    )
+    return [
+        f"{count_text(len(names), 'instruction')} {said}: {', '.join(names[:3])}"
+        f"{', ...' if len(names) > 3 else ''}"
+        for names, said in both
+        if names
+    ]
 
 
 def _beside(name: str, n: int, measured: float, predicted: float) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ between them.
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,11 +36,17 @@ class Matched:
         trace: the spans, in seconds from the first.
         step_s: seconds per step by the marks of the profiler.
         missing: names of instructions without a range, each once.
+        unplanned: names of ranges of a microbatch that no instruction has, each once.
     """
 
     trace: Trace
     step_s: float
     missing: tuple[str, ...]
+    unplanned: tuple[str, ...] = ()
+
+
+_OF_MICROBATCH = re.compile(r"[^@]+@\d+([#+].*)?")
+"""The names of instructions that have a microbatch, such as layer2.I@6+6 (`piper_ir.plan.plan.Instr.name`)."""
 
 
 def match_ranges(plan: Plan, ranks: Sequence[RankEvents], step: int | None = None) -> Matched:
@@ -52,6 +59,7 @@ def match_ranges(plan: Plan, ranks: Sequence[RankEvents], step: int | None = Non
     """
     spans: list[tuple[int, int, float, float]] = []
     missing: dict[str, None] = {}
+    unplanned: dict[str, None] = {}
     step_s, number = 0.0, 0
     for events in ranks:
         _check_rank(plan, events)
@@ -67,17 +75,22 @@ def match_ranges(plan: Plan, ranks: Sequence[RankEvents], step: int | None = Non
         launched = _launched(events)
         found = 0
         for r in events.ranges:
-            if start <= r.start < end and (named := waiting.get(r.name)):
+            if not start <= r.start < end:
+                continue
+            if named := waiting.get(r.name):
                 found += 1
                 spans.append((events.rank, named.popleft(), *_lasted(launched, r.start, r.end)))
+            elif _OF_MICROBATCH.fullmatch(r.name):
+                unplanned[r.name] = None
         if not found:
             raise FormatError(
                 f"{events.path}: no range has the name of an instruction of the plan, as in "
-                f"{program[0].name!r}; `piper run FILE.py --profiler` writes such traces"
+                f"{program[0].name!r}; `piper run FILE.py --profiler` writes such traces, of the job and strategy that ran"
             )
         missing |= {name: None for name, left in waiting.items() if left}
     zero = min((s[2] for s in spans), default=0.0)
-    return Matched(_executed(plan, spans, zero, number), step_s, tuple(missing))
+    trace = _executed(plan, spans, zero, number)
+    return Matched(trace, step_s, tuple(missing), tuple(unplanned))
 
 
 def _check_rank(plan: Plan, events: RankEvents) -> None:

@@ -15,7 +15,7 @@ from piper.published.fitting import fit
 from piper.published.plans import plan_of
 from piper.published.scoring import RunPrediction, Scores, by_model, predict, scores
 from piper.published.sensitivity import sensitivities
-from piper.published.stack_file import write_stack
+from piper.published.stack_file import check_target, write_stack
 from piper.published.table import PublishedRow, read_rows, write_rows
 from piper.views.accuracy_tables import fit_table, prediction_table, score_table, why_table
 from piper.views.display import show
@@ -41,6 +41,8 @@ def accuracy(arguments: AccuracyArguments) -> int:
         if file is not None:  # before the work, which may take minutes
             with writing(file, flag):
                 check_writable(file)
+            if file.exists() and file.samefile(a.table):
+                raise JobError(f"{flag} {file} is the table itself; name another file")
     if a.fit is not None:
         return _fitted(a, rows, stack)
     by_row = {}
@@ -51,7 +53,8 @@ def accuracy(arguments: AccuracyArguments) -> int:
     found = scores(predictions)
     if a.out is not None:
         with writing(a.out):
-            write_rows(a.out, [p.columns() for p in predictions])
+            own = {"stack": a.stack} if a.stack is not None else {}
+            write_rows(a.out, [p.columns() | ({} if p.refused else own) for p in predictions])
     if a.as_json:
         warned = [text.removeprefix("warning: ") for text in _elsewhere(predictions, stack)]
         print(json.dumps({**_numbers(found), "warnings": warned}))
@@ -115,14 +118,17 @@ def _numbers(found: Scores) -> dict[str, Any]:
 
 def _explained(a: AccuracyArguments, row: PublishedRow, stack: Stack | None) -> int:
     """Print the parts of the step of one row."""
-    reading = next(readings(row))
+    every = list(readings(row))
+    reading = every[0]
+    differ = [n for n in ("vpp", "micro_batch") if len({getattr(r, n) for r in every}) > 1]
+    said = " and ".join(f"{n} = {getattr(reading, n)}" for n in differ)
     run, plan = plan_of(reading, stack)
     parts = step_parts(plan, run.cluster)
     changes = sensitivities(reading, run.cluster.device.stack)
     if a.as_json:
         print(json.dumps({"case": row.case, "parts": vars(parts), "derivatives": changes}))
     else:
-        show(why_table(row, run.cluster.name, parts, changes))
+        show(why_table(row, run.cluster.name, parts, changes, said))
     return 0
 
 
@@ -136,6 +142,7 @@ def _fitted(a: AccuracyArguments, rows: Sequence[PublishedRow], stack: Stack | N
             f"--rows, or name the stack from whose constants the fit starts by --stack"
         )
     start = stack or stack_named(names.pop())
+    check_target(Path(a.fit), start)
     free = [name.strip() for name in a.free.split(",") if name.strip()]
 
     def predicted(chosen: Sequence[PublishedRow], changed: Stack) -> list[RunPrediction]:

@@ -20,6 +20,7 @@ from piper.cli.trace_options import TraceArguments
 from piper.views.display import show
 from piper.views.trace_tables import (
     breakdown_tables,
+    differences,
     instruction_seconds,
     instruction_table,
     message_tables,
@@ -134,6 +135,11 @@ class _Beside:
     def _write(self, matched: Matched) -> None:
         a = self._asked
         if a.calibrate is not None:
+            if found := differences(matched):
+                raise FormatError(
+                    f"--calibrate: the trace is of another job or strategy: {'; '.join(found)}; give the file and "
+                    f"parameters that ran"
+                )
             costs = measured_costs(self._plan, matched, self._model, self._cluster, self._origin())
             with writing(a.calibrate.parent, "--calibrate"):
                 write_whole(a.calibrate, dumps(costs))
