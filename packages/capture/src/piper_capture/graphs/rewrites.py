@@ -20,6 +20,7 @@ from piper_capture.graphs.inplace import (
     copy_spoiled_operands,
     reuse_dying_arguments,
 )
+from piper_capture.graphs.mixed_dtypes import one_dtype
 from piper_capture.graphs.padded_sums import join_padded_parts
 from piper_capture.graphs.posting import post_collectives
 from piper_capture.graphs.rewriting import Rule, rewrite
@@ -28,6 +29,7 @@ from piper_capture.graphs.stepgraph import StepGraph
 # fmt: off
 JOINT: tuple[Rule, ...] = (
     compute_bits,             # conj(x), neg_view(x)                    -> conj_physical(x), neg(x)
+    one_dtype,                # mse_loss(bfloat16, float32)             -> mse_loss(float32, float32)
     local.drop_identity,      # detach(x), alias(x), lift_fresh(x)      -> x
     local.drop_copy,          # clone(x), same-dtype copy               -> x
     local.drop_overwrite,     # copy(destination, x) of equal spec      -> x

@@ -77,7 +77,7 @@ def compiled_fusion(source: str, specs: Sequence[Spec], device: str | torch.devi
 
     It empties the list that it gets, and must be called under `torch.no_grad()`. Equal fusions of one process share it,
     and Inductor's cache on disk keeps the kernels for other processes: of ranks that start together one compiles, and
-    the others wait for it.
+    the others wait for it. It raises RuntimeError for arguments of other dtypes.
     """
     return _compiled(source, tuple(specs), str(device))
 
@@ -89,7 +89,22 @@ def _compiled(source: str, specs: tuple[Spec, ...], device: str) -> Function:
     where = torch.device(device)
     key = sha256(f"{source} {specs} {device}".encode()).hexdigest()[:32]
     with FileLock(cache_folder() / f"piper-{key}.lock"):
-        return compiled(loaded(source, where), specs, where)
+        return _checked(compiled(loaded(source, where), specs, where), specs)
+
+
+def _checked(function: Function, specs: Sequence[Spec]) -> Function:
+    """Return the function, which raises RuntimeError for other dtypes: its kernels would read past their end."""
+    dtypes = [getattr(torch, dtype) for _, dtype in specs]
+
+    def call(given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        if [t.dtype for t in given] != dtypes:
+            raise RuntimeError(
+                f"a fusion gets {[t.dtype for t in given]}, and was compiled for {dtypes}: a kernel of torch gives "
+                f"another dtype than torch says of it"
+            )
+        return function(given)
+
+    return call
 
 
 LIBRARY.define("fusion(Tensor[] inputs, str source) -> Tensor[]")
