@@ -46,6 +46,17 @@ def norm_block(x: Tensor, g: Tensor, b: Tensor, w: Tensor) -> Tensor:
     return x + F.linear(F.layer_norm(x, (8,), g, b), w)
 
 
+def expanded_gradient(x: Tensor, w: Tensor) -> Tensor:
+    """The gradient of the sum is expanded, and the assignment's backward clones it."""
+    y = (x @ w).view(-1, 4, 2).clone()
+    y[:, 0] = 0
+    return y.sum(1)
+
+
+def bags(x: Tensor, w: Tensor) -> Tensor:
+    return F.embedding_bag(x, w, mode="mean")
+
+
 def slice_assignment(x: Tensor, w: Tensor) -> Tensor:
     h = x @ w
     h[:, 1:3] = h[:, 2:4] * 2
@@ -217,6 +228,8 @@ CASES = {
         norm_block, ("batch", *["param"] * 3), (rand(4, 8), rand(8), rand(8), rand(8, 8))
     ),
     "slice assignment": Case(slice_assignment, ("value", "param"), (rand(4, 8), rand(8, 8))),
+    "expanded gradient": Case(expanded_gradient, ("value", "param"), (rand(4, 8), rand(8, 8))),
+    "bags": Case(bags, ("batch", "param"), (torch.arange(6).view(2, 3) % 5, rand(5, 8))),
     "in-place relu": Case(relu_in_place, ("value", "param"), (rand(4, 8), rand(8, 8))),
     "activations": Case(activations, ("value", "param"), (rand(4, 8), rand(8, 8) / 8)),
     "changed input": Case(

@@ -41,7 +41,10 @@ STORAGE_COPIES = frozenset(
         aten.as_strided_scatter.default,
     }
 )
-"""The ops whose kernels clone the whole storage of their first argument; fake tensors show only the viewed part."""
+"""The ops whose kernels clone the whole storage of their first argument; fake tensors show only the viewed part.
+
+Of an expanded argument they clone its elements, each as often as it is there (clone_preserve_strides of ATen).
+"""
 
 
 def analyse(step: StepGraph, lines: Sequence[Line]) -> Liveness:
@@ -143,6 +146,9 @@ def _owned_bytes(node: fx.Node) -> int:
     if node.target in STORAGE_COPIES:
         base = node.args[0]
         assert isinstance(base, fx.Node)
+        value = aliasing.tensor(base)
+        if any(s == 0 and n > 1 for n, s in zip(value.shape, value.stride(), strict=True)):
+            return value.numel() * value.element_size()
         return _owned_bytes(aliasing.root(base))
     return sum(map(aliasing.storage_bytes, aliasing.tensors(node)))
 

@@ -71,9 +71,10 @@ def root(node: fx.Node) -> fx.Node:
 
 
 def show_whole_storages(graph: fx.Graph) -> None:
-    """Give the (fake) results of col2im, and views of them, storages of the size that its kernels allocate.
+    """Give (fake) results, and views of them, storages of the size that kernels allocate, where fake kernels do not.
 
-    The kernels allocate the unfolded size and shrink the result, whose storage keeps its size; fake kernels do not.
+    col2im allocates the unfolded size, and embedding_bag on a CPU an element more for the bag of each index; both shrink
+    the result, whose storage keeps its size.
     """
     shown: set[fx.Node] = set()
     for node in graph.nodes:
@@ -83,6 +84,12 @@ def show_whole_storages(graph: fx.Graph) -> None:
                 max(tensor(node).numel(), tensor(node.all_input_nodes[0]).numel()),
             )
             node.meta["val"] = value.new_empty(room)[: value.numel()].view(value.shape)
+        elif node.target is torch.ops.aten._embedding_bag.default:
+            found, bags, *others = tensors(node)
+            room = bags.numel() + (bags.numel() > 0)
+            node.meta["val"] = (found, bags.new_empty(room)[: bags.numel()], *others)
+        elif node.target is operator.getitem and node.args[0] in shown:
+            node.meta["val"] = node.args[0].meta["val"][node.args[1]]
         elif source(node) in shown:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
             node.meta["val"] = node.target(*args, **kwargs)
