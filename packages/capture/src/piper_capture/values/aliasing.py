@@ -73,7 +73,7 @@ def root(node: fx.Node) -> fx.Node:
 def show_whole_storages(graph: fx.Graph) -> None:
     """Give (fake) results, and views of them, storages of the size that kernels allocate, where fake kernels do not.
 
-    col2im allocates the unfolded size, and embedding_bag on a CPU an element more for the bag of each index; both shrink
+    col2im allocates the unfolded size, and embedding_bag on a CPU one bag more than there are indices; both shrink
     the result, whose storage keeps its size.
     """
     shown: set[fx.Node] = set()
