@@ -107,6 +107,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "quantised"),
     ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "masters in fp16"),
     ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "--as bf16"),
+    ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16 and fp16 are enabled"),
     ({"optimizer": {"type": "Muon"}}, "--as adamw"),
     ({"optimizer": {"type": "OneBitAdam"}}, "--as adamw"),
     ({"pipeline": {"stages": 4}}, "PipelineModule"),

@@ -454,6 +454,8 @@ def test_experts_with_a_capacity_are_cut_by_tp() -> None:
          "a part of tp, cp or the replicas"),
         ("--context-parallel-size 2 --seq-length 30", 8, "give a multiple of 4"),
         ("--num-experts 8 --moe-aux-loss-coeff much", 8, "numbers are needed"),
+        ("--bf16 --fp16", 8, "exclude each other"),
+        ("--seq-length 4096 --max-position-embeddings 2048", 8, "at least as many positions"),
         ("--num-distributed-optimizer-instances 3", 8, "do not divide the replicas"),
     ],
 )  # fmt: skip
@@ -522,7 +524,7 @@ def test_a_batch_that_decreases_or_grows() -> None:
 def test_fp16_has_a_scaled_loss(
     more: str, reduce: str, scale: tuple[tuple[str, float], ...]
 ) -> None:
-    job = described(more)
+    job = described(more, base=DENSE.replace("--bf16 ", ""))
     assert (job.compute, job.reduce, job.loss_scale) == ("float16", reduce, scale)
     written = python(job, "A job")
     assert "loss_scale=" in written

@@ -206,9 +206,10 @@ def _bucket(foreign: Foreign) -> float | None:
 
 def _precision(foreign: Foreign) -> tuple[str, str, str, str]:
     """Return the dtypes of parameters and states, of forward and backward, of messages and of sums of gradients."""
-    half = next(
-        (dtype for name, dtype in _SECTIONS.items() if foreign.get(f"{name}.enabled", False)), ""
-    )
+    halves = [name for name in _SECTIONS if foreign.get(f"{name}.enabled", False)]
+    if len({_SECTIONS[name] for name in halves}) > 1:
+        raise JobError(f"{foreign.source}: {' and '.join(halves)} are enabled; give one of them")
+    half = _SECTIONS[halves[0]] if halves else ""
     autocast = foreign.get("torch_autocast.enabled", False)
     params = "bfloat16" if half == "bfloat16" and _narrow_states(foreign) else "float32"
     compute = half or ("bfloat16" if autocast else "float32")

@@ -93,6 +93,14 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
             f"{foreign.source}: --seq-length {length(foreign)} is no multiple of 2 x --context-parallel-size, which "
             f"Megatron asks for; give a multiple of {2 * found.cp}"
         )
+    if foreign["fp16"] and foreign["bf16"]:
+        raise JobError(f"{foreign.source}: --fp16 and --bf16 exclude each other; give one")
+    positions = foreign.get("max-position-embeddings")
+    if positions is not None and positions < length(foreign):
+        raise JobError(
+            f"{foreign.source}: --seq-length {length(foreign)} is more than --max-position-embeddings {positions}, which "
+            f"Megatron refuses; give at least as many positions"
+        )
     whole, rows = batch(foreign, found.dp)
     compute, reduce, accumulate = _precision(foreign)
     layout = _layout(foreign, found, asked)
