@@ -305,10 +305,22 @@ class Fixed(nn.Module):
         return out
 
 
-def test_a_buffer_that_meets_activations_in_another_dtype_is_said_to_be_cast() -> None:
-    said = r"mm\.default multiplies tensors of bfloat16 and float32 at .*self\.table\).*Cast where they meet: self\.table\.to"
+class Added(Fixed):
+    """A sum into the elements of an index, of a table that is not cast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.layer(x)
+        return h.index_add(1, torch.tensor([0]), self.table[:1, :1].expand(len(h), 1))
+
+
+@each_case(("model", "op"), [(Fixed, "mm"), (Added, "index_add")])
+def test_a_buffer_that_meets_activations_in_another_dtype_is_said_to_be_cast(
+    model: type[nn.Module], op: str
+) -> None:
+    these = rf"{op}\.default takes tensors of one dtype, and these are bfloat16 and float32"
+    said = rf"{these} at .*self\.table.*Cast where they meet: self\.table\.to"
     with pytest.raises(CaptureError, match=said):
-        captured_job(job(model=Fixed))
+        captured_job(job(model=model))
 
 
 def test_a_plan_with_masters_is_written_and_read() -> None:

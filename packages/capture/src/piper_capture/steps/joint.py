@@ -38,12 +38,17 @@ from piper_ops import dtype_name, is_model_code
 
 aten = torch.ops.aten
 
-PRODUCTS = (
+OF_ONE_DTYPE = (
     aten.mm.default,
     aten.bmm.default,
     aten.addmm.default,
     aten.baddbmm.default,
     aten.convolution.default,
+    aten.index_add.default,
+    aten.index_copy.default,
+    aten.index_put.default,
+    aten.grid_sampler_2d.default,
+    aten.grid_sampler_3d.default,
 )
 """The ops whose kernels take tensors of one floating-point dtype only."""
 
@@ -418,8 +423,8 @@ def _check(graph: fx.Graph) -> None:
                 raise CaptureError(
                     f"{name} changes a tensor in place and cannot be made functional{_where(node)}"
                 )
-            if target in PRODUCTS:
-                _check_product(node)
+            if target in OF_ONE_DTYPE:
+                _check_dtypes(node)
             if "mkldnn" in name or "for_cpu" in name or "_scaled_dot_product" in name:
                 raise CaptureError(
                     f"{name} exists on one kind of device only and has no portable form{_where(node)}"
@@ -432,13 +437,13 @@ def _check(graph: fx.Graph) -> None:
             )
 
 
-def _check_product(node: fx.Node) -> None:
-    """Refuse a product of different floating-point dtypes, which fake tensors accept and kernels refuse."""
+def _check_dtypes(node: fx.Node) -> None:
+    """Refuse operands of different floating-point dtypes, which fake tensors accept and kernels refuse."""
     operands = [t for n in node.all_input_nodes if (t := aliasing.tensor(n)).is_floating_point()]
     dtypes = dict.fromkeys(dtype_name(t.dtype) for t in operands)
     if len(dtypes) > 1:
         raise CaptureError(
-            f"{node.target} multiplies tensors of {' and '.join(dtypes)}{_where(node)}. {CASTS}"
+            f"{node.target} takes tensors of one dtype, and these are {' and '.join(dtypes)}{_where(node)}. {CASTS}"
         )
 
 
