@@ -18,7 +18,6 @@ from piper_ir.ground.errors import RankError
 from tests.helpers import memory_judge
 from tests.helpers.cases import each_case
 
-Rows = range
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -31,7 +30,7 @@ class Model(nn.Module):
         return self.last(self.norm(self.first(x)[:, :, None]).flatten(1)).sigmoid()
 
 
-def batch(step: int, rows: Rows) -> tuple[Tensor, Tensor]:
+def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
     drawn = torch.rand(16, 2, 8, generator=torch.Generator().manual_seed(step))
     return drawn[rows.start : rows.stop, 0], drawn[rows.start : rows.stop, 1]
 

@@ -204,7 +204,7 @@ def test_a_kept_zero_bubble_plan_is_of_the_same_simulator(monkeypatch: pytest.Mo
 def test_zero_bubble_has_the_forward_and_backward_that_its_authors_profiled(
     model: str, forward: float, backward: float
 ) -> None:
-    """Milliseconds of F and of I of a stage in the middle, arXiv 2401.10241, appendix; their orders follow from them."""
+    """F and I of a stage in the middle take these milliseconds (arXiv 2401.10241); orders follow from them."""
     table = Path(__file__).parents[2] / "benchmarks/published/zero_bubble.csv"
     (one, *_) = read_rows(table, f"*-{model}-zb2p-*")
     times = stage_times(one, SOFTWARE["ampere-zero-bubble"])
@@ -274,7 +274,7 @@ def _with(stack: Stack, name: str, value: float) -> Stack:
 
 
 def test_tables_as_spreadsheets_write_them(tmp_path: Path) -> None:
-    """With a mark at the start, and a line break in a cell; a row that cannot be predicted is one of the refused."""
+    """A byte order mark and a line break in a cell are read; a row that cannot be predicted is refused alone."""
     file = tmp_path / "runs.csv"
     other = {**TINY, "case": "b[1]", "heads": "7", "note": "two\nlines, no CUDA graphs"}
     write_rows(file, [TINY, other])

@@ -12,7 +12,7 @@ from piper_ir.tools import write_whole
 from piper_simulator import STACKS, Stack, read_software
 
 _OF_FILES = ("name", "constants", "words", "source", "seen")
-"""The fields in which the file of a stack may differ from the stack that was fitted."""
+"""The fields of a stack that may differ between a file and the stack whose constants it takes."""
 
 
 def check_target(path: Path, start: Stack) -> None:

@@ -35,7 +35,7 @@ GROUP_NORM = frozenset({aten.native_group_norm.default, aten.native_group_norm_b
 
 
 def one_dtype(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """Return an op with operands of one dtype; None if they are, or if it needs none."""
+    """Return an op with operands of one dtype; None if they are of one, or if the op takes several."""
     if node.target not in LOSSES | GROUP_NORM:
         return None
     floating = [n for n in node.all_input_nodes if aliasing.tensor(n).dtype.is_floating_point]
@@ -53,7 +53,7 @@ def one_dtype(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     results = node.target(*fx.node.map_arg(args, aliasing.tensor), **node.kwargs)
     new.meta["val"] = results
     for item in [u for u in node.users if u.target is operator.getitem]:
-        _give_back(graph, new, item, results[item.args[1]])
+        _give_back(graph, item, results[item.args[1]])
     return new
 
 
@@ -63,8 +63,8 @@ def _cast(graph: fx.Graph, before: fx.Node, source: fx.Node, dtype: torch.dtype)
     return cast
 
 
-def _give_back(graph: fx.Graph, new: fx.Node, item: fx.Node, result: torch.Tensor) -> None:
-    """Let an item of an op have its new dtype, and its readers the dtype that they had."""
+def _give_back(graph: fx.Graph, item: fx.Node, result: torch.Tensor) -> None:
+    """Give an item of a group norm its new value, and cast it for its readers to the dtype that it had."""
     said = aliasing.tensor(item).dtype
     item.meta["val"] = result
     if result.dtype == said or item.args[1] > 0:  # type: ignore[operator]  # a number: statistics stay wide

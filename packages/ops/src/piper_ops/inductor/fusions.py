@@ -100,7 +100,7 @@ def _checked(function: Function, specs: Sequence[Spec]) -> Function:
         if [t.dtype for t in given] != dtypes:
             raise RuntimeError(
                 f"a fusion gets {[t.dtype for t in given]}, and was compiled for {dtypes}: a kernel of torch gives "
-                f"another dtype than torch says of it"
+                f"another dtype than torch says of it; leave the chunk to torch by eager(where(...)), and report the model"
             )
         return function(given)
 
