@@ -15,7 +15,7 @@ from piper_compiler.directives.partition import before_empty
 from piper_ir.ground.errors import CaptureError
 from piper_ir.program.ops import CHECKPOINT, Step
 from piper_ir.program.program import Program
-from piper_ir.tools import no_garbage_collection, working
+from piper_ir.tools import no_garbage_collection, room_for_frames, working
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +70,7 @@ def program_at(
     return captured.program
 
 
+@room_for_frames
 def rewritten(
     traced: Traced | Captured, request: CaptureRequest, rows: int | None = None
 ) -> Captured:
@@ -256,6 +257,7 @@ def _look(tensor: torch.Tensor, rows: int) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape[of_rows:])} {of_rows}"
 
 
+@room_for_frames
 def _capture(job: Job, evaluating: bool = False) -> Traced:
     from piper_capture import trace
     from piper_runtime.rank import call_batch, of_outputs

@@ -27,7 +27,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import FunctionType, ModuleType
+from functools import cache
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -388,8 +389,24 @@ def _check(handler: Any, guard: Any) -> Callable[[Any, Any], bool]:
 
 
 def _value(tx: Any, source: Any, known: dict[Any, Any]) -> Any:
+    """Return the value at a source, and keep it and those on the way to it in `known`.
+
+    It is `source.get_value`, which compiles the text of each step anew: a layer has 400 sources.
+    """
+    if source in known:
+        return known[source]
     root = tx.output.root_tx
-    return source.get_value({"G": root.f_globals, "L": root.f_locals}, {}, known)
+    names = {"G": root.f_globals, "L": root.f_locals}
+    if not isinstance(source, ChainedSource):
+        return source.get_value(names, {}, known)
+    base = _value(tx, source.base, known)
+    value = known[source] = eval(_code(source._name_template), names, {"base": base})
+    return value
+
+
+@cache
+def _code(template: str) -> CodeType:
+    return compile(template.format("base"), "<source>", "eval")
 
 
 def _depends(source: Any, roots: frozenset[Any]) -> bool | None:

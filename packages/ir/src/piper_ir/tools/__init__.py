@@ -7,6 +7,7 @@ May import: ground.
 
 from piper_ir.tools.brief import Brief
 from piper_ir.tools.files import check_writable, write_whole
+from piper_ir.tools.frame_stack import room_for_frames
 from piper_ir.tools.gc_pause import no_garbage_collection
 from piper_ir.tools.interpolate import REACH, Points, log_log, within
 from piper_ir.tools.machine import machine_name, usable_cores
@@ -34,6 +35,7 @@ __all__ = [
     "no_garbage_collection",
     "ranks_text",
     "ray_reason",
+    "room_for_frames",
     "shown_while_working",
     "size_text",
     "time_text",
