@@ -18,7 +18,7 @@ from piper.models.presets import PRESETS
 from piper.planning.description import description, left_out
 from piper_compiler import describe
 from piper_interop import DeviceLayout, JobDescription, export_job, python
-from piper_interop.accelerate.units import whole
+from piper_interop.neutral.units import whole
 from piper_interop.neutral.described import USUAL_SIZES
 from piper_ir.ground.errors import JobError
 

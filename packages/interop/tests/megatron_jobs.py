@@ -9,6 +9,7 @@ from typing import Any
 from piper_interop import Asked, DeviceLayout, Imported, JobDescription, ModelSizes, import_job
 from piper_interop.megatron.describe import PP_FIRST, WHOLE_MB
 from piper_interop.neutral.system import System
+from piper_interop.neutral.units import BYTES, unit_mb
 
 DENSE = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -71,6 +72,9 @@ def job_with(layout: DeviceLayout, **changes: Any) -> JobDescription:
     job = described()
     rows = 12 * job.rows * layout.replicas
     fields = dict(job.sizes.fields) | {"vocab": 1024}
+    if layout.zero >= 2 and layout.replicas * layout.cp > 1:  # FSDP's buckets
+        width = BYTES[changes.get("reduce", job.reduce)]
+        layout = replace(layout, bucket_mb=unit_mb(ModelSizes(fields), layout.tp, layout.ep, width))
     return replace(
         job,
         name="megatron",

@@ -23,7 +23,7 @@ from piper_interop import (
     import_job,
     python,
 )
-from piper_interop.accelerate.units import layer_parameters, megabytes, whole
+from piper_interop.neutral.units import layer_parameters, megabytes, unit_mb, whole
 from piper_ir.ground.errors import JobError
 from tests.helpers.cases import each_case
 
@@ -42,6 +42,8 @@ def test_a_unit_of_fsdp_is_a_layer() -> None:
     assert whole(LLAMA) == 32 * LAYER + 2 * 128256 * 4096
     experts = layer_parameters(MIXTURE)
     assert experts == LAYER + 7 * 3 * 4096 * 14336 + 8 * 4096
+    assert unit_mb(MIXTURE, 4, 1, 2) == megabytes(experts // 4, 2)
+    assert unit_mb(MIXTURE, 1, 8, 4) == megabytes(LAYER - 3 * 4096 * 14336 + 8 * 4096, 4)
     latent = ModelSizes(
         {"q_rank": 1536, "kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "value_dim": 128},
         "Latent",
@@ -54,7 +56,7 @@ def test_a_unit_of_fsdp_is_a_layer() -> None:
 def test_a_mesh_of_two_kinds_of_replicas_and_tp(tmp_path: Path) -> None:
     described = launched(tmp_path, ACCELERATE["hybrid"])
     assert described.layout == DeviceLayout(
-        tp=2, dp=4, dp_replicate=2, zero=3, bucket_mb=megabytes(LAYER, 2), prefetch=1
+        tp=2, dp=4, dp_replicate=2, zero=3, bucket_mb=megabytes(LAYER // 2, 2), prefetch=1
     )
     assert (described.rows, described.microbatches, described.global_batch) == (2, 4, 64)
     assert described.recompute == (Recomputation("inputs"),)
@@ -285,7 +287,7 @@ def jobs(draw: st.DrawFn) -> JobDescription:
         zero=zero,
         over_cp=cp > 1,
         reshard=draw(st.booleans()) if zero == 3 else True,
-        bucket_mb=megabytes(LAYER, 2 if half else 4)
+        bucket_mb=megabytes(-(-LAYER // tp), 2 if half else 4)
         if zero
         else draw(st.sampled_from([None, 50.0])),
         prefetch=1 if zero == 3 else None,

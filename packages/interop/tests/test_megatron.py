@@ -203,9 +203,9 @@ def test_shared_experts_beside_the_exchange() -> None:
         ("--overlap-grad-reduce --grad-reduce-in-bf16 --ddp-bucket-size 1048576", DeviceLayout(dp=8, bucket_mb=2.0)),
         ("--use-distributed-optimizer --num-distributed-optimizer-instances 2",
          DeviceLayout(dp=4, dp_replicate=2, zero=1, **ALONE)),
-        ("--use-megatron-fsdp", DeviceLayout(dp=8, zero=3)),
-        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", DeviceLayout(dp=8, zero=2)),
-        ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", DeviceLayout(dp=8, zero=3, reshard=False)),
+        ("--use-megatron-fsdp", DeviceLayout(dp=8, zero=3, bucket_mb=1.0)),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", DeviceLayout(dp=8, zero=2, bucket_mb=1.0)),
+        ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", DeviceLayout(dp=8, zero=3, reshard=False, bucket_mb=1.0)),
     ],
 )  # fmt: skip
 def test_layouts(more: str, layout: DeviceLayout) -> None:

@@ -63,7 +63,7 @@ def test_a_scaled_loss_comes_back(scale: tuple[tuple[str, float], ...], reduce: 
 def test_sums_and_messages_of_gradients_apart_come_back_with_fsdp(
     zero: int, reduce: str, accumulate: str
 ) -> None:
-    job = replace(job_with(DeviceLayout(dp=2, zero=zero)), reduce=reduce, accumulate=accumulate)
+    job = job_with(DeviceLayout(dp=2, zero=zero), reduce=reduce, accumulate=accumulate)
     assert replace(back(job), notes=()) == job
 
 

@@ -19,6 +19,7 @@ from piper_interop import (
     import_job,
     python,
 )
+from piper_interop.neutral.units import layer_parameters, megabytes
 from piper_ir.ground.errors import JobError
 from tests.helpers.titan_answers import answer, attention, gpt_oss, model
 
@@ -45,6 +46,18 @@ def test_fsdp_is_zero_3_over_the_devices_that_are_left(tmp_path):
     assert (described.rows, described.global_batch, described.microbatches) == (2, 8, 1)
     assert (described.compute, described.params, described.lr) == ("bfloat16", "float32", 1e-3)
     assert described.stack == "eager"
+
+
+def test_fsdp_has_a_bucket_for_each_layer(tmp_path):
+    wide = {"tree": model(2, width=4096), "parallelism__tensor_parallel_degree": 4}
+    described = imported(tmp_path, 16, **wide)
+    parameters = layer_parameters(described.sizes)
+    assert described.layout.bucket_mb == megabytes(parameters // 4, 4)
+    assert "bucket_mb" in python(described, "x")
+    assert not [n for n in export_job("torchtitan", described).notes if "layer by layer" in n]
+    other = replace(described, layout=replace(described.layout, bucket_mb=None))
+    [note] = [n for n in export_job("torchtitan", other).notes if "layer by layer" in n]
+    assert "not in buckets of 25 MiB" in note
 
 
 def test_asynchronous_tensor_parallelism_is_in_as_many_pieces_as_devices(tmp_path):

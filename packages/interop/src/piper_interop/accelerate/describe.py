@@ -9,7 +9,6 @@ from typing import Any
 from piper_interop.accelerate.fsdp import MESHES, STRATEGIES, fsdp
 from piper_interop.accelerate.launch import float8_recipe
 from piper_interop.accelerate.table import PREFIX, TABLE, deepspeed_of
-from piper_interop.accelerate.units import layer_parameters, megabytes, whole
 from piper_interop.deepspeed.arguments import PREFIX as ARGUMENTS
 from piper_interop.deepspeed.describe import describe as describe_deepspeed
 from piper_interop.deepspeed.describe import offloaded, recomputes
@@ -26,6 +25,7 @@ from piper_interop.neutral.foreign import Foreign, OptionValue
 from piper_interop.neutral.missing import asked_for
 from piper_interop.neutral.options import forms
 from piper_interop.neutral.system import Asked
+from piper_interop.neutral.units import layer_parameters, megabytes, whole
 from piper_ir.ground.errors import JobError
 
 NODE = 8
@@ -217,7 +217,7 @@ def _layout(
         zero=sharding.zero,
         over_cp=sharded and cp > 1,
         reshard=sharding.reshard,
-        bucket_mb=_bucket(foreign, sizes, sharded),
+        bucket_mb=_bucket(foreign, sizes, sharded, tp),
         prefetch=_prefetch(foreign) if sharded else None,
     )
 
@@ -252,8 +252,8 @@ def _attention(foreign: Foreign) -> str:
     return "ring" if how == "alltoall" else "gather"
 
 
-def _bucket(foreign: Foreign, sizes: ModelSizes, sharded: bool) -> float | None:
-    """Return the MiB of a unit in the gradients' dtype; None for DDP's own 25."""
+def _bucket(foreign: Foreign, sizes: ModelSizes, sharded: bool, tp: int) -> float | None:
+    """Return the MiB of a unit on a device in the gradients' dtype; None for DDP's own 25."""
     if not sharded:
         capacity = foreign.get(f"{ARGUMENTS}ddp_bucket_cap_mb")
         return None if capacity is None else float(capacity)
@@ -266,7 +266,7 @@ def _bucket(foreign: Foreign, sizes: ModelSizes, sharded: bool) -> float | None:
         parameters = whole(sizes)
     if policy == "SIZE_BASED_WRAP":
         parameters = fsdp(foreign, "min_num_params", 0) or whole(sizes)
-    return megabytes(parameters, width)
+    return megabytes(-(-parameters // tp), width)
 
 
 def _version(foreign: Foreign) -> int:

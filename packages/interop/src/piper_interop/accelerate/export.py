@@ -8,11 +8,11 @@ from typing import Any
 
 import yaml
 
-from piper_interop.accelerate.units import layer_parameters, megabytes
 from piper_interop.deepspeed.export import export as export_deepspeed
 from piper_interop.neutral.described import DeviceLayout, JobDescription
 from piper_interop.neutral.missing import lacks, shared_limits
 from piper_interop.neutral.system import Exported
+from piper_interop.neutral.units import by_layer, unit_mb
 
 LAUNCH, ARGUMENTS, DEEPSPEED = "accelerate_config.yaml", "training_args.json", "ds_config.json"
 
@@ -163,18 +163,15 @@ def _notes(described: JobDescription) -> tuple[str, ...]:
         notes.append(f"gradients are summed in {reduce}, not in {described.accumulate}")
     if layout.zero == 3:
         bytes_of_element = 2 if reduce == described.compute and narrow else 4
-        known = "layers" in described.sizes.fields  # no other model's parameters are
-        unit = layer_parameters(described.sizes) if known else 0
-        notes += _fsdp_notes(layout, megabytes(unit, bytes_of_element))
+        notes += _fsdp_notes(layout, unit_mb(described.sizes, layout.tp, 1, bytes_of_element))
     if layout.dp_replicate > 1 and not layout.zero:
         notes.append(f"DDP has one group of {layout.replicas} replicas")
     return tuple(notes)
 
 
-def _fsdp_notes(layout: DeviceLayout, unit_mb: float) -> Iterator[str]:
-    if layout.bucket_mb != unit_mb:
-        each = f" ({unit_mb:g} MiB)" if unit_mb else ""
-        yield f"FSDP gathers layer by layer{each}, not in buckets of {layout.bucket_mb or 25:g} MiB"
+def _fsdp_notes(layout: DeviceLayout, unit: float) -> Iterator[str]:
+    if layout.bucket_mb != unit:
+        yield by_layer(layout.bucket_mb, unit)
     if layout.prefetch not in (None, 1):
         yield f"FSDP 2 gathers one unit ahead, not {layout.prefetch}"
     if not layout.overlap:

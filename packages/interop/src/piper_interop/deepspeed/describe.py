@@ -27,9 +27,9 @@ from piper_interop.neutral.foreign import Foreign
 from piper_interop.neutral.missing import asked_for
 from piper_interop.neutral.options import forms
 from piper_interop.neutral.system import Asked
+from piper_interop.neutral.units import BYTES
 from piper_ir.ground.errors import JobError
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """The dtypes by DeepSpeed's names for them."""
 

@@ -10,8 +10,8 @@ from piper_interop.neutral.described import USUAL_SCALE, DeviceLayout, JobDescri
 from piper_interop.neutral.documents import nested
 from piper_interop.neutral.missing import lacks, shared_limits
 from piper_interop.neutral.system import Exported
+from piper_interop.neutral.units import BYTES
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 BUCKET_MB = 25
 """The MiB of a bucket where nothing says them, as in `replicate`."""

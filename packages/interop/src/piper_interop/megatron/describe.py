@@ -30,6 +30,7 @@ from piper_interop.neutral.described import (
 from piper_interop.neutral.foreign import Foreign
 from piper_interop.neutral.options import judge
 from piper_interop.neutral.system import Asked
+from piper_interop.neutral.units import BYTES, unit_mb
 from piper_ir.ground.errors import JobError
 
 PP_FIRST = ("tp", "cp", "ep", "pp")
@@ -247,7 +248,7 @@ def _layout(foreign: Foreign, found: Degrees, asked: Asked) -> DeviceLayout:
         reshard=not (
             foreign["use-torch-fsdp2"] and foreign["torch-fsdp2-no-reshard-after-forward"]
         ),
-        bucket_mb=_bucket(foreign, found, zero),
+        bucket_mb=_bucket(foreign, found, experts.ep if mixture(foreign) else 1, zero),
         overlap=sharded(foreign) or foreign["overlap-grad-reduce"] or not _reduced(found, zero),
         order=PP_FIRST if foreign["use-tp-pp-dp-mapping"] and found.pp > 1 else (),
     )
@@ -271,15 +272,17 @@ def _zero(foreign: Foreign) -> int:
     return int(foreign["use-distributed-optimizer"] and not muon(foreign))
 
 
-def _bucket(foreign: Foreign, found: Degrees, zero: int) -> float | None:
-    """Return the MiB of a bucket of gradients; None where nothing is reduced, or FSDP reduces by layer."""
+def _bucket(foreign: Foreign, found: Degrees, ep: int, zero: int) -> float | None:
+    """Return the MiB of a bucket of gradients, which is a layer of FSDP; None where nothing is reduced."""
     replicas = found.dp * found.cp
-    if sharded(foreign) or not _reduced(found, zero):
+    if not _reduced(found, zero):
         return None
+    size = BYTES[_precision(foreign)[1]]
+    if sharded(foreign):
+        return unit_mb(sizes(foreign), found.tp, ep, size)
     if not foreign["overlap-grad-reduce"]:
         return WHOLE_MB
     elements = foreign.get("ddp-bucket-size") or max(BUCKET, BUCKET_OF_REPLICA * replicas)
-    size = 2 if foreign["grad-reduce-in-bf16"] and foreign["bf16"] else 4
     return float(elements * size / 2**20)
 
 

@@ -18,6 +18,7 @@ from piper_interop.neutral.described import (
     axes_of_experts,
 )
 from piper_interop.neutral.system import Exported
+from piper_interop.neutral.units import BYTES, by_layer, unit_mb
 from piper_interop.neutral.writer import check_batch
 from piper_ir.ground.errors import JobError
 from piper_ir.program.ops import BESIDE, WITHIN
@@ -283,8 +284,9 @@ def _states(described: JobDescription, options: WrittenOptions) -> None:
     else:
         options.add("use-distributed-optimizer", plan.zero == 1)
         _buckets(described, options)
-    if plan.zero >= 2 and plan.bucket_mb is not None:
-        options.near(f"bucket_mb={plan.bucket_mb}", "Megatron's FSDP has a bucket for each layer")
+    unit = unit_mb(described.sizes, plan.tp, plan.ep, BYTES[described.reduce])
+    if plan.zero >= 2 and plan.bucket_mb != unit:
+        options.near(f"bucket_mb={plan.bucket_mb or 25:g}", by_layer(plan.bucket_mb, unit))
 
 
 def _torch_fsdp(described: JobDescription, options: WrittenOptions) -> None:

@@ -18,6 +18,7 @@ from piper_interop.neutral.described import (
 from piper_interop.neutral.foreign import Foreign
 from piper_interop.neutral.options import judge
 from piper_interop.neutral.system import Asked
+from piper_interop.neutral.units import BYTES, unit_mb
 from piper_interop.torchtitan.table import TABLE
 from piper_ir.ground.errors import JobError
 
@@ -50,6 +51,10 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         raise JobError(f"{foreign.source}: the configuration does not say its devices; give --gpus")
     sizes: ModelSizes = foreign.facts["sizes"]
     layout = _layout(foreign, asked.devices)
+    params, compute = foreign["training.dtype"], foreign["training.mixed_precision_param"]
+    reduce = foreign.get("training.mixed_precision_reduce", "float32") if layout.zero else params
+    if layout.zero:  # FSDP gathers and reduces a layer at once
+        layout = replace(layout, bucket_mb=unit_mb(sizes, layout.tp, layout.ep, BYTES[reduce]))
     length = _integer(foreign, "training.max_context_length", "training.seq_len")
     if foreign.get("compile.enable_async_tensor_parallel"):
         layout = layout.in_pieces(layout.tp, length)
@@ -64,12 +69,10 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
             "the head, whose loss is in tiles, is in bfloat16, not float8: predicted too slow"
         )
     parameters = foreign.facts["parameters"]
-    params, compute = foreign["training.dtype"], foreign["training.mixed_precision_param"]
     mixed = layout.zero or layout.replicas == layout.devices
     if not mixed and compute != params:
         # Without FSDP, and beside other axes, torchtitan casts nothing.
         compute = params
-    reduce = foreign.get("training.mixed_precision_reduce", "float32") if layout.zero else params
     # FSDP adds what is reduced to shards in the dtype of parameters; stages of a pipeline reduce once.
     accumulate = params if layout.zero and layout.pp == 1 and reduce != params else ""
     norm = foreign.get("training.max_norm")

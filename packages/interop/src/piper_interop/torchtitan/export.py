@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from piper_interop.neutral.described import DeviceLayout, JobDescription, axes_of_experts
 from piper_interop.neutral.system import Exported
+from piper_interop.neutral.units import BYTES, by_layer, unit_mb
 from piper_interop.neutral.writer import check_batch
 from piper_interop.torchtitan.describe import SCHEDULES
 from piper_ir.ground.errors import JobError
@@ -176,18 +177,22 @@ def _notes(described: JobDescription) -> Iterator[str]:
             "" if float8.modules == ("*",) and not float8.keep else "; it leaves lm_head out"
         )
         yield f"the recipe of the model needs {CONVERTERS[float8.recipe]} among its converters{leaves_out}"
-    if not described.layout.overlap:
+    layout = described.layout
+    unit = unit_mb(described.sizes, layout.tp, layout.ep, BYTES[described.reduce])
+    if layout.zero == 3 and layout.bucket_mb != unit:
+        yield by_layer(layout.bucket_mb, unit)
+    if not layout.overlap:
         yield "FSDP runs its messages beside compute"
-    if described.layout.beside:
+    if layout.beside:
         yield "shared experts are computed before the exchange of rows"
-    if described.layout.pieces > 1:
+    if layout.pieces > 1:
         yield "asynchronous tensor parallelism needs compile, and cuts products into as many pieces as devices"
-    if described.layout.order:
+    if layout.order:
         yield "torchtitan's mesh has stages outermost"
-    if described.layout.whole_mb:
-        yield f"FSDP shards parameters below {described.layout.whole_mb:g} MiB, too"
+    if layout.whole_mb:
+        yield f"FSDP shards parameters below {layout.whole_mb:g} MiB, too"
     if _checkpointing(described) == "selective":
         yield "selective checkpointing keeps every second product, keep='products' all of them"
     yield "the options are those of version 0.3.0; run_train.sh takes them behind --module and --config"
-    if described.layout.pp > 1:
+    if layout.pp > 1:
         yield "CUDA graphs do not go with a pipeline: the file turns them off"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from piper_interop.neutral.described import USUAL_SIZES, ModelSizes
 
 MIB = 2**20
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""The bytes of an element by dtype."""
 
 
 def layer_parameters(sizes: ModelSizes) -> int:
@@ -15,6 +17,21 @@ def layer_parameters(sizes: ModelSizes) -> int:
     fields = sizes.fields
     width = fields["width"]
     return int(_attention(sizes) + _feed_forward(sizes) + 2 * width)
+
+
+def unit_mb(sizes: ModelSizes, tp: int, ep: int, width: int) -> float:
+    """Return the MiB of a layer's gradients on a device, in a dtype of `width` bytes, rounded up; 0 if it is unknown.
+
+    Experts that `ep` devices share are left out: their gradients have buckets of their own, which no other layer joins
+    if they are larger.
+    """
+    if "layers" not in sizes.fields:  # a model that is none of `piper.models`
+        return 0.0
+    parameters = layer_parameters(sizes)
+    experts = sizes.fields.get("experts")
+    if ep > 1 and isinstance(experts, ModelSizes):
+        parameters -= experts.fields["number"] * _expert(sizes, experts)
+    return megabytes(-(-parameters // tp), width)
 
 
 def _attention(sizes: ModelSizes) -> int:
@@ -44,9 +61,14 @@ def _feed_forward(sizes: ModelSizes) -> int:
     if not isinstance(experts, ModelSizes):
         return int(matrices * width * fields["hidden"])
     part = experts.fields
-    each = matrices * width * (part.get("hidden") or fields["hidden"])
     shared = matrices * width * (part.get("shared_hidden") or 0)
-    return int(part["number"] * (each + width) + shared)
+    return int(part["number"] * (_expert(sizes, experts) + width) + shared)
+
+
+def _expert(sizes: ModelSizes, experts: ModelSizes) -> int:
+    fields = sizes.fields
+    matrices = 3 if fields.get("gated", True) else 2
+    return int(matrices * fields["width"] * (experts.fields.get("hidden") or fields["hidden"]))
 
 
 def whole(sizes: ModelSizes) -> int:
@@ -60,3 +82,9 @@ def whole(sizes: ModelSizes) -> int:
 def megabytes(parameters: int, width: int) -> float:
     """Return MiB of parameters of `width` bytes each, rounded up."""
     return float(-(-parameters * width // MIB))
+
+
+def by_layer(bucket_mb: float | None, unit: float) -> str:
+    """Return the note that FSDP has a bucket for each layer, where a strategy has buckets of another size."""
+    each = f" ({unit:g} MiB)" if unit else ""
+    return f"FSDP gathers layer by layer{each}, not in buckets of {bucket_mb or 25:g} MiB"
