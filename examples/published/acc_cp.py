@@ -11,7 +11,7 @@ strategy = piper.Strategy(
         recipes.context_parallel(attention="gather"),
         recipes.one_f_one_b(rows=1),
         piper.recompute(where(layer=ANY), keep="inputs"),
-        recipes.data_parallel(over=("dp", "cp"), zero=3),
+        recipes.data_parallel(over=("dp", "cp"), zero=3, bucket_mb=833),
     ),
     global_batch=1,
 )

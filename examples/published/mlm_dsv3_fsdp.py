@@ -19,7 +19,7 @@ strategy = piper.Strategy(
         recipes.expert_parallel(),
         recipes.one_f_one_b(rows=4),
         piper.recompute(where(layer=ANY), keep="attention"),
-        recipes.data_parallel(over=("dp", "ep"), zero=3),
+        recipes.data_parallel(over=("dp", "ep"), zero=3, bucket_mb=445),
     ),
     global_batch=2048,
 )

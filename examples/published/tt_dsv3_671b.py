@@ -14,7 +14,7 @@ strategy = piper.Strategy(
         recipes.expert_parallel(),
         recipes.one_f_one_b(rows=4),
         piper.recompute(where(layer=ANY), keep="products"),
-        recipes.data_parallel(over=("dp", "ep"), zero=3),
+        recipes.data_parallel(over=("dp", "ep"), zero=3, bucket_mb=889),
     ),
     global_batch=1024,
 )

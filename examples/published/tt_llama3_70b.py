@@ -12,7 +12,7 @@ strategy = piper.Strategy(
         recipes.one_f_one_b(rows=16),
         piper.tile_loss(8),
         piper.recompute(where(layer=ANY), keep="inputs"),
-        recipes.data_parallel(zero=3),
+        recipes.data_parallel(zero=3, bucket_mb=409),
     ),
     global_batch=512,
 )

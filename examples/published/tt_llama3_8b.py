@@ -14,7 +14,7 @@ strategy = piper.Strategy(
         recipes.one_f_one_b(rows=2),
         piper.tile_loss(8),
         piper.recompute(where(layer=ANY), keep="products"),
-        recipes.data_parallel(zero=3),
+        recipes.data_parallel(zero=3, bucket_mb=833),
     ),
     global_batch=16,
 )
