@@ -17,9 +17,9 @@ def model():
 
 
 cluster = "h100x4@eager"
-data = torch.utils.data.TensorDataset(
-    torch.zeros(1).expand(256, 3, 224, 224), torch.arange(256) % 10
-)
+images = torch.zeros(1).expand(256, 3, 224, 224)
+data = torch.utils.data.TensorDataset(images, torch.arange(256) % 10)
 job = piper.Job(model, piper.from_dataset(data), nn.functional.cross_entropy, torch.optim.Adam, 256)
-directives = (piper.recipes.one_f_one_b(rows=8), piper.recipes.data_parallel())
+last = piper.recipes.data_parallel(bucket_mb=1907, overlap=False)
+directives = (piper.recipes.one_f_one_b(rows=8), last)
 strategy = piper.Strategy(piper.Mesh(pp=2, dp=2), directives, global_batch=256)

@@ -24,6 +24,7 @@ from piper_interop import (
 from piper_interop.deepspeed.describe import batch_of
 from piper_interop.deepspeed.table import OPTIONS
 from piper_interop.neutral.foreign import Foreign, OptionValue
+from piper_interop.neutral.units import BYTES
 from piper_ir.ground.errors import JobError
 from tests.helpers.cases import each_case
 
@@ -52,6 +53,16 @@ def test_ulysses_is_context_parallelism_by_heads_with_states_over_it(tmp_path: P
     assert described.recompute == (Recomputation("inputs"),)
     assert described.reduce == "float32"
     assert described.notes == ()
+
+
+def test_without_zero_gradients_are_reduced_behind_the_backward(tmp_path: Path) -> None:
+    plain = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"overlap_comm": True}}
+    described = imported("deepspeed", tmp_path, plain)
+    layout = described.layout
+    assert (layout.zero, layout.overlap, layout.bucket_mb) == (0, False, 5e8 * 4 / 2**20)
+    overlapped = replace(described, layout=replace(layout, overlap=True))
+    assert "behind the backward" in "".join(export_job("deepspeed", overlapped).notes)
+    assert "behind the backward" not in "".join(export_job("deepspeed", described).notes)
 
 
 def test_tensor_parallelism_divides_the_replicas(tmp_path: Path) -> None:
@@ -340,7 +351,7 @@ def layouts(draw: st.DrawFn) -> DeviceLayout:
         bucket_mb=draw(st.integers(1, 2000)) / 4 if zero else None,
         prefetch=draw(st.integers(0, 1)) if zero == 3 else None,
         whole_mb=draw(st.integers(0, 8)) / 4 if zero == 3 else 0,
-        overlap=draw(st.booleans()) if zero else True,
+        overlap=draw(st.booleans()) if zero else False,
     )
 
 
@@ -362,6 +373,9 @@ def jobs(draw: st.DrawFn) -> JobDescription:
         st.sampled_from([("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")])
     )
     part = draw(st.sampled_from(_fractions(layout)))
+    reduce = draw(st.sampled_from(["float32", "bfloat16"]))
+    if not layout.zero:
+        layout = replace(layout, bucket_mb=5e8 * BYTES[reduce] / 2**20)
     return JobDescription(
         name="ds_config",
         sizes=LLAMA,
@@ -375,7 +389,7 @@ def jobs(draw: st.DrawFn) -> JobDescription:
         params_on_host=layout.zero == 3 and part == 1 and draw(st.booleans()),
         params=params,
         compute=compute,
-        reduce=draw(st.sampled_from(["float32", "bfloat16"])),
+        reduce=reduce,
         accumulate=draw(st.sampled_from(["", "float16"])),
         clip_norm=draw(st.sampled_from([None, 1.0, 0.5])),
         lr=draw(st.sampled_from([3e-4, 1e-5])),

@@ -153,7 +153,7 @@ def _layout(foreign: Foreign, devices: int) -> DeviceLayout:
         whole_mb=persistent(foreign) * BYTES[_precision(foreign)[1]] / 2**20
         if gathers(foreign)
         else 0,
-        overlap=level in (0, 3) if overlap is None else bool(overlap) or not level,
+        overlap=level == 3 if overlap is None else bool(overlap) and level > 0,
     )
 
 
@@ -194,11 +194,15 @@ def _ep(foreign: Foreign, replicas: int, folded: int) -> int:
     return size
 
 
-def _bucket(foreign: Foreign) -> float | None:
-    """Return the MiB of a bucket in the gradients' dtype; parameters are gathered in buckets of the same elements."""
-    if not stage(foreign):
-        return None
-    elements = foreign.get("zero_optimization.reduce_bucket_size", BUCKET)
+def _bucket(foreign: Foreign) -> float:
+    """Return the MiB of a bucket in the gradients' dtype; parameters are gathered in buckets of the same elements.
+
+    Without ZeRO DeepSpeed reduces all gradients behind the backward, in buffers of `BUCKET` elements
+    (`buffered_allreduce_fallback` in runtime/engine.py).
+    """
+    elements = BUCKET
+    if stage(foreign):
+        elements = foreign.get("zero_optimization.reduce_bucket_size", BUCKET)
     if gathers(foreign):
         elements = ahead(foreign) or elements
     return float(elements * BYTES[_precision(foreign)[2]] / 2**20)

@@ -180,6 +180,8 @@ def _notes(described: JobDescription) -> tuple[str, ...]:
         notes.append(
             f"the script must make its optimizer, {described.optimizer}; the file says AdamW"
         )
+    if not described.layout.zero and described.layout.overlap and described.layout.replicas > 1:
+        notes.append("without ZeRO DeepSpeed reduces gradients behind the backward")
     if described.loss_tiles > 1:
         notes.append(f"the script must compute its loss in {described.loss_tiles} tiles of tokens")
     if described.recompute:
