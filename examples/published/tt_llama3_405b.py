@@ -18,7 +18,7 @@ strategy = piper.Strategy(
         recipes.tensor_parallel(sequence=True),
         recipes.one_f_one_b(rows=4),
         piper.recompute(where(layer=ANY), keep="inputs"),
-        recipes.data_parallel(zero=3, bucket_mb=1521, resident_mb="step"),
+        recipes.data_parallel(zero=3, bucket_mb=1521, resident_mb="step", reduced_mb="step"),
     ),
     global_batch=256,
 )

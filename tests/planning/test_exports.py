@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import piper
 from piper import ANY, recipes, where
 from piper.cli.loading import load_file
 from piper.models import DecoderConfig, job, parameter_count
 from piper.models.presets import PRESETS
-from piper.planning.description import description, left_out
+from piper.planning.description import description, left_out, optimizer_note
 from piper_compiler import describe
 from piper_interop import DeviceLayout, JobDescription, export_job, python
-from piper_interop.neutral.units import whole
 from piper_interop.neutral.described import USUAL_SIZES
+from piper_interop.neutral.units import whole
 from piper_ir.ground.errors import JobError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -193,6 +194,18 @@ def test_a_schedule_of_ones_own_has_no_words():
     parts = (*recipes.pipeline(pp=2, microbatches=2), *recipes.stage_orders(orders))
     with pytest.raises(JobError, match="the order of 2 stages"):
         described(piper.Mesh(pp=2), *parts)
+
+
+def test_the_learning_rate_is_written():
+    rate = job(SIZES, global_batch=8, lr=1e-3)
+    said = description(rate, piper.Strategy(piper.Mesh()), "small")
+    for system, written_as in (
+        ("deepspeed", '"lr": 0.001'), ("megatron", "--lr 0.001"), ("accelerate", '"learning_rate": 0.001')
+    ):  # fmt: skip
+        assert written_as in "".join(export_job(system, said).files.values())
+    assert "the job has 0.001" in "".join(export_job("torchtitan", said).notes)
+    assert "betas" in optimizer_note(rate)
+    assert "the job's own" in optimizer_note(replace(rate, optimizer=torch.optim.Adam))
 
 
 def test_what_no_system_has_is_left_out_with_a_word():

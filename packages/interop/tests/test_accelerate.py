@@ -23,6 +23,7 @@ from piper_interop import (
     import_job,
     python,
 )
+from piper_interop.accelerate.trainer import EACH
 from piper_interop.neutral.units import layer_parameters, megabytes, unit_mb, whole
 from piper_ir.ground.errors import JobError
 from tests.helpers.cases import each_case
@@ -56,7 +57,13 @@ def test_a_unit_of_fsdp_is_a_layer() -> None:
 def test_a_mesh_of_two_kinds_of_replicas_and_tp(tmp_path: Path) -> None:
     described = launched(tmp_path, ACCELERATE["hybrid"])
     assert described.layout == DeviceLayout(
-        tp=2, dp=4, dp_replicate=2, zero=3, bucket_mb=megabytes(LAYER // 2, 2), prefetch=1
+        tp=2,
+        dp=4,
+        dp_replicate=2,
+        zero=3,
+        reduce_once=True,
+        bucket_mb=megabytes(LAYER // 2, 2),
+        prefetch=1,
     )
     assert (described.rows, described.microbatches, described.global_batch) == (2, 4, 64)
     assert described.recompute == (Recomputation("inputs"),)
@@ -143,10 +150,20 @@ def test_context_parallelism(tmp_path: Path, how: str | None, attention: str) ->
 def test_training_arguments(tmp_path: Path) -> None:
     described = imported("accelerate", tmp_path, TRAINER["trainer"])
     assert described.layout == DeviceLayout(
-        dp=16, zero=3, bucket_mb=megabytes(LAYER, 2), prefetch=1
+        dp=16, zero=3, reduce_once=True, bucket_mb=megabytes(LAYER, 2), prefetch=1
     )
     assert (described.rows, described.microbatches, described.clip_norm) == (2, 4, 0.5)
     assert (described.lr, described.recompute) == (1e-5, (Recomputation("inputs"),))
+
+
+def test_gradients_are_reduced_once_or_for_each_microbatch(tmp_path: Path) -> None:
+    once = imported("accelerate", tmp_path, TRAINER["trainer"])
+    assert 'reduced_mb="step"' in python(once, "x")
+    each = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    options = {**TRAINER["trainer"], "accelerator_config": each}
+    described = imported("accelerate", tmp_path, options)
+    assert not described.layout.reduce_once
+    assert described.notes == once.notes
 
 
 def test_defaults_of_training_arguments(tmp_path: Path) -> None:
@@ -292,7 +309,9 @@ def jobs(draw: st.DrawFn) -> JobDescription:
         else draw(st.sampled_from([None, 50.0])),
         prefetch=1 if zero == 3 else None,
     )
-    rows = draw(st.integers(1, 3))
+    rows, count = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    if zero == 3 and count > 1:
+        layout = replace(layout, reduce_once=draw(st.booleans()))
     again = draw(st.sampled_from([(), (Recomputation("inputs"),)]))
     waits = OffloadedTensors("inputs", prefetch=0)
     there = zero == 3 and draw(st.booleans())
@@ -300,7 +319,7 @@ def jobs(draw: st.DrawFn) -> JobDescription:
         name="accelerate_config",
         sizes=LLAMA,
         length=4096,
-        global_batch=rows * layout.replicas * draw(st.integers(1, 3)),
+        global_batch=rows * layout.replicas * count,
         rows=rows,
         layout=layout,
         recompute=again,
@@ -324,6 +343,8 @@ def test_an_exported_job_is_read_back(tmp_path: Path, described: JobDescription)
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     arguments = json.loads(files.get("training_args.json", "{}"))
+    if arguments.pop("accelerator_config", None):
+        arguments[EACH] = True
     sets = tuple(f"{name}={json.dumps(value)}" for name, value in arguments.items())
     again = import_job(
         "accelerate", str(tmp_path / "accelerate_config.yaml"), asked(devices=None, sets=sets)

@@ -110,6 +110,7 @@ def test_stages_have_fewer_layers_first_and_last(tmp_path):
     layout = described.layout
     assert (layout.schedule, layout.at, layout.units) == ("one_f_one_b", (3, 6), "all")
     assert not layout.reshard  # by default parameters stay gathered beside a pipeline
+    assert layout.reduce_once and 'reduced_mb="step"' in python(described, "x")
     assert (described.rows, described.microbatches) == (1, 6)
 
 

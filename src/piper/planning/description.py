@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from piper.models.jobs import muon
+from piper.models.jobs import OPTIMIZERS, muon
 from piper.planning.foreign import model_sizes
 from piper_compiler import Strategy, describe, offload, partition, recipes, recompute
 from piper_compiler.directives import (
@@ -45,6 +45,8 @@ SCHEDULES = (
 """The recipes that a strategy's pipeline is compared with."""
 STATES = ("optim", "grads", "params")
 """The states that ranks share, in the order of ZeRO's levels."""
+USUAL_RATE = JobDescription.lr
+"""The learning rate of a job whose optimizer is its own."""
 
 
 def description(job: Job, strategy: Strategy, name: str) -> JobDescription:
@@ -82,8 +84,26 @@ def description(job: Job, strategy: Strategy, name: str) -> JobDescription:
         loss_scale=_scale(precision.scaling),
         float8=None if precision.quantised is None else Float8Layers(**asdict(precision.quantised)),
         clip_norm=job.clip_norm,
+        lr=getattr(job.optimizer, "keywords", {}).get("lr", USUAL_RATE)
+        if _is_ours(job)
+        else USUAL_RATE,
         optimizer="muon" if getattr(job.optimizer, "func", None) is muon else "adamw",
         loss_tiles=next((d.tiles for d in strategy.directives if isinstance(d, tile_loss)), 1),
+    )
+
+
+def _is_ours(job: Job) -> bool:
+    """Return whether the optimizer is one of `piper.models`."""
+    return getattr(job.optimizer, "func", None) in OPTIMIZERS.values()
+
+
+def optimizer_note(job: Job) -> str:
+    """Return the note on the optimizer's numbers, of which files of other systems get the learning rate at most."""
+    if _is_ours(job):
+        return "AdamW has betas 0.9 and 0.95 and decays matrices by 0.1: write them into the system's options"
+    return (
+        "the optimizer is the job's own: write its learning rate and other numbers into the system's options, which "
+        f"have AdamW and lr={USUAL_RATE}"
     )
 
 
@@ -170,6 +190,7 @@ def _replicas(strategy: Strategy, layout: DeviceLayout) -> DeviceLayout:
         zero=zero,
         over_cp=bool(zero) and "cp" in shared,
         reshard=item.resident_mb != "step",
+        reduce_once=zero >= 2 and item.reduced_mb == "step",
         bucket_mb=None if item.bucket_mb == replicate.bucket_mb else float(item.bucket_mb),
         prefetch=None if item.prefetch == replicate.prefetch else item.prefetch,
         whole_mb=float(item.whole_mb) if item.shards.params else 0,

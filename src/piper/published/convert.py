@@ -473,7 +473,10 @@ def _states(
     if published.zero == 3 or (published.zero == 2 and not _is_megatron(published)):
         each = item * _layer_parameters(replace(config, layers=1)) / published.tp / 2**20
         bucket = max(25.0, float(round(each * 1.01)))
-        return (replicate(where(), over, published.zero, bucket_mb=bucket),)  # type: ignore[arg-type]  # 2 or 3
+        # torch's stages gather parameters, and reduce gradients, once a step.
+        once: dict[str, Any] = {"resident_mb": "step", "reduced_mb": "step"}
+        stay = once if published.pp > 1 else {}
+        return (replicate(where(), over, published.zero, bucket_mb=bucket, **stay),)  # type: ignore[arg-type]  # 2 or 3
     whole = behind or "bucketing off" in published.note
     grows = _is_megatron(published) and "distributed_fused_adam" not in published.note
     replicas = published.dp * published.cp if grows else 0

@@ -9,7 +9,7 @@ from piper.api.ground.results import made_folder, writing
 from piper.cli.arguments import ExportArguments
 from piper.cli.given import pairs
 from piper.cli.loading import load_file
-from piper.planning.description import description, left_out
+from piper.planning.description import description, left_out, optimizer_note
 from piper_interop import export_job
 from piper_ir.ground.errors import JobError
 from piper_ir.tools import write_whole
@@ -27,7 +27,7 @@ def exported(arguments: ExportArguments) -> None:
         with writing(made_folder(a.out)):
             for name, text in written.files.items():
                 write_whole(a.out / name, text)
-    notes = (*left_out(file.strategy), *written.notes)
+    notes = (*left_out(file.strategy), optimizer_note(file.job), *written.notes)
     if a.as_json:
         print(json.dumps({"files": written.files, "notes": list(notes)}))
         return

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from piper_interop.accelerate.fsdp import MESHES, STRATEGIES, fsdp
+from piper_interop.accelerate.fsdp import MESHES, STRATEGIES, fsdp, is_fsdp
 from piper_interop.accelerate.launch import float8_recipe
 from piper_interop.accelerate.table import PREFIX, TABLE, deepspeed_of
+from piper_interop.accelerate.trainer import EACH
 from piper_interop.deepspeed.arguments import PREFIX as ARGUMENTS
 from piper_interop.deepspeed.describe import describe as describe_deepspeed
 from piper_interop.deepspeed.describe import offloaded, recomputes
@@ -62,6 +63,8 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
     sharding = _sharding(foreign)
     layout = _layout(foreign, devices, sharding, sizes)
     rows, count = _rows(foreign, asked, layout.replicas)
+    if sharding.zero and count > 1 and not foreign.get(f"{ARGUMENTS}{EACH}", False):
+        layout = replace(layout, reduce_once=True)  # under no_sync, but for the last microbatch
     half = _half(foreign)
     clip = float(foreign.get(f"{ARGUMENTS}max_grad_norm", 0.0))
     return JobDescription(
@@ -135,10 +138,6 @@ def _size(foreign: Foreign, name: str) -> int:
     return int(foreign.first(*(f"{section}{name}" for section in MESHES)) or 1)
 
 
-def _is_fsdp(foreign: Foreign) -> bool:
-    return bool(foreign.get("distributed_type") == "FSDP" or foreign.get(f"{ARGUMENTS}fsdp"))
-
-
 def _sharding(foreign: Foreign) -> FsdpSharding:
     """Return how states are shared.
 
@@ -146,7 +145,7 @@ def _sharding(foreign: Foreign) -> FsdpSharding:
     FSDP 2 does without `reshard_after_forward`: it is zero=3 with parameters that stay for a step, and not zero=2,
     which has all parameters always.
     """
-    if not _is_fsdp(foreign):
+    if not is_fsdp(foreign):
         return FsdpSharding(0)
     words = [str(word).lower() for word in _words(foreign)]
     there = bool(fsdp(foreign, "offload_params") or fsdp(foreign, "cpu_offload"))
@@ -360,7 +359,7 @@ def _unsaid(foreign: Foreign, sharding: FsdpSharding) -> tuple[str, ...]:
             f"hybrid sharding is within a node: {NODE} devices are taken; the file does not say them"
         )
     if (
-        _is_fsdp(foreign)
+        is_fsdp(foreign)
         and sharding.zero
         and _version(foreign) == 1
         and not fsdp(foreign, "auto_wrap_policy")
@@ -407,5 +406,5 @@ def _origins(foreign: Foreign) -> dict[str, str]:
         "job": ", ".join(arguments) or "--global-batch",
         "mesh": ", ".join([devices, *mesh]),
         "recompute": "activation or gradient checkpointing",
-        "dp": f"{'FSDP' if _is_fsdp(foreign) else 'DDP'}",
+        "dp": f"{'FSDP' if is_fsdp(foreign) else 'DDP'}",
     }

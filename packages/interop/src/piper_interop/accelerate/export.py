@@ -51,6 +51,10 @@ def export(described: JobDescription) -> Exported:
             f"parallelism_config_{name}": size for name, size in _mesh(described).items()
         }
     arguments = _arguments(described)
+    if sharded and described.microbatches > 1 and not layout.reduce_once:
+        arguments["accelerator_config"] = {
+            "gradient_accumulation_kwargs": {"sync_each_batch": True}
+        }
     if not sharded:
         arguments["gradient_checkpointing"] = bool(described.recompute)
         if layout.bucket_mb is not None:

@@ -33,6 +33,11 @@ MESHES = ("parallelism_config.parallelism_config_", "TrainingArguments.paralleli
 """The prefixes of the sizes of the mesh, likewise."""
 
 
+def is_fsdp(foreign: Foreign) -> bool:
+    """Return whether states are sharded by FSDP, of either version."""
+    return bool(foreign.get("distributed_type") == "FSDP" or foreign.get("TrainingArguments.fsdp"))
+
+
 def fsdp(foreign: Foreign, name: str, otherwise: Any = None) -> Any:
     """Return an option of FSDP in whichever file it stands; None and `otherwise` if in none."""
     value = foreign.first(*(f"{section}{name}" for section in SECTIONS))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from piper_interop.accelerate.fsdp import MESH, OFFLOAD, TRAINER_FSDP
+from piper_interop.accelerate.fsdp import MESH, OFFLOAD, TRAINER_FSDP, is_fsdp
 from piper_interop.neutral.kinds import (
     ANY,
     BOOL,
@@ -37,6 +37,9 @@ ADAMW = (
 """The names of AdamW with two states of each parameter."""
 
 CHECKPOINTED = Mapped("recompute")
+SYNC = "gradient_accumulation_kwargs.sync_each_batch"
+EACH = f"accelerator_config.{SYNC}"
+"""The field that asks for a reduction of the gradients of each microbatch."""
 
 SAID: dict[str, OptionSpec] = {
     "per_device_train_batch_size": (COUNT, Mapped("rows of a microbatch")),
@@ -121,9 +124,17 @@ ACCELERATOR: dict[str, OptionSpec] = {
         COUNT.or_none,
         Unsupported("a second count of microbatches", "leave it out"),
     ),
-    "gradient_accumulation_kwargs.sync_each_batch": (
+    SYNC: (
         BOOL,
-        Nearest("gradients are reduced once per step", "predicted too fast", unless=(False, None)),
+        (
+            Nearest(
+                "gradients are reduced once per step",
+                "predicted too fast",
+                unless=(False, None),
+                when=lambda foreign: not is_fsdp(foreign),
+            ),
+            Mapped("reduced_mb: without it FSDP sums whole gradients, and scatters them once"),
+        ),
     ),
     "gradient_accumulation_kwargs.adjust_scheduler": (BOOL, LEARNING),
     "gradient_accumulation_kwargs.sync_with_dataloader": (BOOL, DATA),

@@ -182,6 +182,8 @@ def _notes(described: JobDescription) -> tuple[str, ...]:
         )
     if not described.layout.zero and described.layout.overlap and described.layout.replicas > 1:
         notes.append("without ZeRO DeepSpeed reduces gradients behind the backward")
+    if described.layout.reduce_once and described.microbatches > 1:
+        notes.append("DeepSpeed scatters gradients of each microbatch")
     if described.loss_tiles > 1:
         notes.append(f"the script must compute its loss in {described.loss_tiles} tiles of tokens")
     if described.recompute:

@@ -284,6 +284,8 @@ def _states(described: JobDescription, options: WrittenOptions) -> None:
     else:
         options.add("use-distributed-optimizer", plan.zero == 1)
         _buckets(described, options)
+    if plan.reduce_once and described.microbatches > 1:
+        options.near('reduced_mb="step"', "Megatron's FSDP scatters gradients of each microbatch")
     unit = unit_mb(described.sizes, plan.tp, plan.ep, BYTES[described.reduce])
     if plan.zero >= 2 and plan.bucket_mb != unit:
         options.near(f"bucket_mb={plan.bucket_mb or 25:g}", by_layer(plan.bucket_mb, unit))

@@ -168,6 +168,7 @@ class DeviceLayout:
         zero: the states that are sharded: 0 none, 1 the optimizer's, 2 gradients too, 3 parameters too.
         over_cp: whether states are sharded over cp, too.
         reshard: whether gathered parameters are dropped after the forward and gathered again (zero=3).
+        reduce_once: whether a device sums whole gradients of a step, and scatters them once (zero=2 and 3).
         bucket_mb: MiB of a bucket of gradients; None for the recipe's own.
         prefetch: uses ahead for which parameters are gathered; None for the recipe's own.
         whole_mb: MiB of a parameter, in the compute dtype, up to which it is not sharded (zero=3).
@@ -196,6 +197,7 @@ class DeviceLayout:
     zero: int = 0
     over_cp: bool = False
     reshard: bool = True
+    reduce_once: bool = False
     bucket_mb: float | None = None
     prefetch: int | None = None
     whole_mb: float = 0

@@ -260,6 +260,8 @@ def _replicated(layout: DeviceLayout) -> dict[str, Any]:
         how["whole_mb"] = layout.whole_mb
     if layout.zero == 3 and not layout.reshard:
         how["resident_mb"] = "step"
+    if layout.reduce_once:
+        how["reduced_mb"] = "step"
     return how
 
 

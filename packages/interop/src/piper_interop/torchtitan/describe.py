@@ -147,6 +147,7 @@ def _layout(foreign: Foreign, devices: int) -> DeviceLayout:
         zero=3 if shared else 0,
         over_cp=cp > 1,
         reshard=not (shared and keeps),
+        reduce_once=shared and pp > 1,  # torch's stages, with the backward of the last microbatch
         **pipeline,
     )
 

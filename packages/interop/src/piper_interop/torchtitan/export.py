@@ -172,6 +172,7 @@ def _notes(described: JobDescription) -> Iterator[str]:
     float8 = described.float8
     if not described.length:
         yield "the tokens of a row are the recipe's: the job has no tokens_per_row"
+    yield f"the learning rate is the recipe's: the job has {described.lr:g}"
     if float8 is not None:
         leaves_out = (
             "" if float8.modules == ("*",) and not float8.keep else "; it leaves lm_head out"
@@ -181,6 +182,8 @@ def _notes(described: JobDescription) -> Iterator[str]:
     unit = unit_mb(described.sizes, layout.tp, layout.ep, BYTES[described.reduce])
     if layout.zero == 3 and layout.bucket_mb != unit:
         yield by_layer(layout.bucket_mb, unit)
+    if layout.zero == 3 and described.microbatches > 1 and layout.reduce_once != (layout.pp > 1):
+        yield f"gradients are scattered {'once a step' if layout.pp > 1 else 'for each microbatch'}"
     if not layout.overlap:
         yield "FSDP runs its messages beside compute"
     if layout.beside:
