@@ -63,6 +63,22 @@ def test_a_stack_holds_float32_logits_in_place_of_a_slice_and_workspaces() -> No
     assert held(loss_keeps=6) == held() + (6 - 4) * logits
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_stack_casts_shards_of_parameters_where_it_gathers_them(
+    zero: int, job: piper.Job
+) -> None:
+    """FSDP has no shard of the compute dtype, of 2 bytes, beside that of its master."""
+    shared = Strategy(piper.Mesh(dp=2), piper.recipes.data_parallel(zero=zero))
+    plan = piper.compile(job, shared).plan
+    peaks = {}
+    for shards in ("kept", "cast"):
+        stack = replace(CLUSTER.device.stack, holds=(), shards=shards)
+        cluster = CLUSTER.each_device(lambda d: replace(d, stack=stack))
+        peaks[shards] = max(piper.simulate(plan, cluster).held_bytes)
+    own = sum(bucket.numel for bucket in plan.buckets) // 2
+    assert peaks["kept"] - peaks["cast"] == (2 * own if zero == 3 else 0)
+
+
 MIXTURE = models.DecoderConfig(
     layers=2, width=64, heads=4, hidden=96, vocab=128, length=64, experts=models.Experts(number=4, top_k=2, hidden=48)
 )  # fmt: skip

@@ -87,6 +87,8 @@ class Stack:
         holds: buffers that the software holds beside the plan's: "layer gradients" (of the weights of one layer, in
             16 bit), "head gradient" (float32), "scores" (of the attention of one layer, the addend of
             its product).
+        shards: parameters that ranks share in another dtype than their masters are "kept" beside these, or each is
+            "cast" where it is gathered (FSDP), so that a rank has the master alone.
         workspaces: bytes that its libraries of matrix products hold at all times.
         reserved: bytes that its allocator reserves, over the allocated ones; 0 as the device's file says.
         seen: half of the width of the interval in which 80 % of the published runs of this stack fall, as a share.
@@ -123,6 +125,7 @@ class Stack:
     gradients: Literal["beside", "behind"] = "beside"
     messages: str = ""
     holds: tuple[Annotated[str, one_of(*HELD)], ...] = ()
+    shards: Literal["kept", "cast"] = "kept"
     workspaces: NotNegative = 0.0
     reserved: NotNegative = 0.0
     seen: NotNegative = 0.0

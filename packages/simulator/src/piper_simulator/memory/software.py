@@ -36,9 +36,10 @@ class HeldBeside:
             self._otherwise = {instr: here - there for (instr, there), (_, here) in both}
 
     def _buffers(self, stack: Stack) -> int:
-        """Return the bytes of the buffers that live through the step."""
+        """Return the bytes of the buffers that live through the step, less those of shards that the plan alone keeps."""
+        less = _cast_shards(self._plan, self._role) if stack.shards == "cast" else 0
         if not stack.holds:
-            return round(stack.workspaces)
+            return round(stack.workspaces) - less
         own = {op.variant for op in self._role.table.ops if isinstance(op, Compute)}
         chunks = [c for c in (*self._plan.chunks, *self._plan.variants) if c.variant in own]
         scores = [
@@ -64,7 +65,7 @@ class HeldBeside:
             "head gradient": 4 * head,
             "scores": max(scores, default=0),
         }
-        return round(stack.workspaces) + sum(sizes[name] for name in stack.holds)
+        return round(stack.workspaces) - less + sum(sizes[name] for name in stack.holds)
 
     def at(self, instr: int, nbytes: int) -> int:
         """Return the bytes beside a moment of the role: an instruction, -1 for the start, and the bytes held there."""
@@ -105,6 +106,13 @@ class HeldBeside:
         return self._at_loss[op]
 
 
+def _cast_shards(plan: Plan, role: RolePlan) -> int:
+    """Return the bytes of a rank's shards of parameters, beside which it has masters in another dtype."""
+    params = [s for s in role.states if s.category == "param" and not s.host]
+    buckets = [(s, plan.bucket(s.name)) for s in params]
+    return sum([s.nbytes for s, bucket in buckets if bucket.mastered and bucket.shard.params])
+
+
 def _captured_peak(plan: Plan, role: RolePlan) -> int:
     """Return the most bytes that a role holds in an instruction before its first update."""
     table = role.table
@@ -127,7 +135,11 @@ def fullest_moment(memory: RoleMemory, beside: HeldBeside) -> tuple[Usage, int]:
 def software_buffers(plan: Plan, role: RolePlan, stack: Stack | None) -> int:
     """Return the bytes that a stack adds to the peak of a role, at the role's fullest moment under that stack."""
     other = stack is not None and (
-        stack.holds or stack.workspaces or stack.loss_keeps or stack.keeps_otherwise
+        stack.holds
+        or stack.workspaces
+        or stack.loss_keeps
+        or stack.keeps_otherwise
+        or stack.shards == "cast"
     )
     if not other and not plan.cuda_graph:
         return 0
