@@ -12,6 +12,8 @@ from piper import ANY, models, where
 from piper_autotune import NothingFoundError
 from piper_compiler import Strategy
 from piper_ir.program.ops import Compute
+from piper_ir.tools import size_text
+from piper_report.facts.summary import memory_table
 from piper_simulator import load_cluster
 from piper_simulator.memory.kept_tensors import kept_by
 
@@ -36,6 +38,10 @@ def test_a_plan_that_fits_but_for_the_buffers_of_its_software_does_not_fit(job: 
     needs, tensors = (max(piper.simulate(plan, c).device_bytes) for c in (CLUSTER, bare))
     assert tensors < needs
     short = CLUSTER.each_device(lambda d: replace(d, memory_bytes=needs - 1))
+    simulation = piper.simulate(plan, CLUSTER)
+    rows = {name: size for name, size, _ in memory_table(simulation).rows}
+    assert rows["tensors of the plan"] == size_text(max(simulation.peak_bytes))
+    assert rows["allocated"] == size_text(max(simulation.held_bytes)) != rows["tensors of the plan"]
     verdict = piper.simulate(plan, short).oom
     assert verdict is not None and (verdict.needs, verdict.over) == (needs, 1)
     assert piper.simulate(plan, bare.each_device(lambda d: replace(d, memory_bytes=tensors))).fits
@@ -70,13 +76,14 @@ def test_a_stack_casts_shards_of_parameters_where_it_gathers_them(
     """FSDP has no shard of the compute dtype, of 2 bytes, beside that of its master."""
     shared = Strategy(piper.Mesh(dp=2), piper.recipes.data_parallel(zero=zero))
     plan = piper.compile(job, shared).plan
-    peaks = {}
-    for shards in ("kept", "cast"):
-        stack = replace(CLUSTER.device.stack, holds=(), shards=shards)
-        cluster = CLUSTER.each_device(lambda d: replace(d, stack=stack))
-        peaks[shards] = max(piper.simulate(plan, cluster).held_bytes)
+
+    def held(shards: str) -> int:
+        facts = {"holds": (), "shards": shards}
+        cluster = CLUSTER.each_device(lambda d: replace(d, stack=replace(d.stack, **facts)))
+        return max(piper.simulate(plan, cluster).held_bytes)
+
     own = sum(bucket.numel for bucket in plan.buckets) // 2
-    assert peaks["kept"] - peaks["cast"] == (2 * own if zero == 3 else 0)
+    assert held("kept") - held("cast") == (2 * own if zero == 3 else 0)
 
 
 MIXTURE = models.DecoderConfig(

@@ -59,6 +59,11 @@ def rows_inside(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear(x) * torch.kron(x[:, :2], torch.ones(1, 2))
 
 
+@refused(r"shape depends on values of tensors.*A loss leaves rows or tokens out by ignore_index")
+def tokens_left_out(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x)[x[:, 0] != -100]
+
+
 @refused(r"(?s)a sparse tensor is made.*index_add")
 def sparse(linear: nn.Linear, x: Tensor) -> Tensor:
     every = torch.sparse_coo_tensor(torch.tensor([[0], [1]]), torch.ones(1), (4, 4))
@@ -339,7 +344,8 @@ def test_errors_of_ours_in_user_code_pass_unchanged() -> None:
 class Hooked(nn.Module):
     def __init__(self, what: str) -> None:
         super().__init__()
-        self.embed = nn.Embedding(4, 4, sparse=what == "sparse")
+        most = 1.0 if what == "max_norm" else None
+        self.embed = nn.Embedding(4, 4, sparse=what == "sparse", max_norm=most)
         self.weight = nn.Parameter(
             torch.ones(4, dtype=torch.complex64 if what == "complex" else torch.float32)
         )
@@ -362,6 +368,7 @@ class Hooked(nn.Module):
         ("backward", "'embed' has a hook on its backward"),
         ("complex", "torch.complex64"),
         ("sparse", "sparse=False"),
+        ("max_norm", "'embed' is an embedding that rescales its weight in forward"),
     ],
 )
 def test_what_would_be_left_out_silently_is_refused(what: str, says: str) -> None:

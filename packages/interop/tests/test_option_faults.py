@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from packages.interop.tests.jobs import ACCELERATE, DEEPSPEED, TRAINER, asked, write
 from piper_interop import Imported, import_job
+from piper_interop.neutral.documents import options_of
 from piper_ir.ground.errors import JobError
 from tests.helpers.cases import each_case
 
@@ -134,3 +136,60 @@ def test_any_text_is_read_or_refused(tmp_path: Path, text: str, system: str) -> 
     path.write_text(text, encoding="utf-8", errors="replace")
     with pytest.raises(JobError):
         import_job(system, str(path), asked())
+
+
+MERGED = """
+fsdp_config: &of_all
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_version: 1
+other: {<<: [*of_all, {more: 1}], fsdp_version: 2}
+"""
+
+
+def test_keys_of_yaml_merge_mappings(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(MERGED)
+    found = {name: option.value for name, option in options_of(str(path)).items()}
+    assert found.items() >= yaml_as_read(MERGED).items()
+    path.write_text("a: &b {<<: *b, c: 1}")
+    with pytest.raises(JobError, match="merges others over more than"):
+        options_of(str(path))
+    path.write_text("a: {<<: [1]}")
+    with pytest.raises(JobError, match=r"job\.yaml:1: << merges mappings alone"):
+        options_of(str(path))
+
+
+def yaml_as_read(text: str) -> dict[str, Any]:
+    """Return the options as PyYAML reads them."""
+    sections = yaml.safe_load(text).items()
+    return {f"{s}.{name}": value for s, section in sections for name, value in section.items()}
+
+
+@each_case(
+    ("above", "says"),
+    [("[{0}]", "a value has more than 10,000 items"), ("{{x: {0}, y: {0}}}", "more than 10,000 options")],
+)  # fmt: skip
+def test_aliases_of_aliases_end(tmp_path: Path, above: str, says: str) -> None:
+    lines = ["a0: &a0 [1, 2, 3]"]
+    for k in range(1, 15):
+        below = f"*a{k - 1}" if "x" in above else f"*a{k - 1}, *a{k - 1}"
+        lines.append(f"a{k}: &a{k} {above.format(below)}")
+    path = tmp_path / "job.yaml"
+    path.write_text("\n".join(lines))
+    with pytest.raises(JobError, match=says) as raised:
+        import_job("accelerate", str(path), asked())
+    assert len(str(raised.value)) < 500
+
+
+def test_long_values_are_cut_in_messages(tmp_path: Path) -> None:
+    options = {**DEEPSPEED["zero3"], "train_batch_size": "x" * 100_000}
+    with pytest.raises(JobError, match=r"train_batch_size='x+") as raised:
+        import_job("deepspeed", write(tmp_path, options), asked())
+    assert len(str(raised.value)) < 1000
+
+
+@each_case("power", [1024, -5000])
+def test_a_scale_of_the_loss_is_a_number(tmp_path: Path, power: int) -> None:
+    options = {"train_batch_size": 16, "fp16": {"enabled": True, "initial_scale_power": power}}
+    with pytest.raises(JobError, match=r"initial_scale_power.*from -126 to 127"):
+        import_job("deepspeed", write(tmp_path, options), asked())

@@ -136,6 +136,11 @@ def _check(model: nn.Module) -> None:
             raise CaptureError(
                 f"{name!r} is an embedding with sparse gradients; build it with sparse=False"
             )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise CaptureError(
+                f"{name!r} is an embedding that rescales its weight in forward (max_norm={module.max_norm:g}), as no plan "
+                f"does with parameters; build it without max_norm, and rescale what it returns"
+            )
 
 
 def _faked(model: nn.Module, mode: _torch.FakeTensorMode, casts: Casts) -> nn.Module:

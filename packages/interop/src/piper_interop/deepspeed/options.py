@@ -33,6 +33,7 @@ LEARNING = Ignored("a factor of the optimizer's update, which changes neither ti
 SEARCH = Ignored("DeepSpeed's own search, which `piper plan` replaces")
 PRECISION = Mapped("precision")
 SCALING = Mapped("precision: loss_scale")
+POWER = OptionKind("a whole number from -126 to 127", (int,), least=-126, most=127)
 OLD = "leave it out: DeepSpeed has removed it"
 
 PIPELINE = Unsupported(
@@ -159,7 +160,7 @@ PRECISIONS: dict[str, OptionSpec] = {
     "fp16.enabled": (BOOL, PRECISION),
     "fp16.auto_cast": (BOOL, NUMERICS),
     "fp16.loss_scale": (NUMBER, SCALING),
-    "fp16.initial_scale_power": (INT, SCALING),
+    "fp16.initial_scale_power": (POWER, SCALING),
     "fp16.loss_scale_window": (INT, SCALING),
     "fp16.hysteresis": (INT, SCALING),
     "fp16.consecutive_hysteresis": (BOOL, NUMERICS),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ from piper_ir.tools import unread
 
 DEEPEST = 20
 """The levels of a file; a YAML file whose anchors refer to themselves has no end."""
+
+MOST = 10_000
+"""The items of one value; aliases of aliases can make a short file endless."""
+
+_MERGE = "tag:yaml.org,2002:merge"
 
 _COMMENT = re.compile(r"^\s*//.*$", re.MULTILINE)
 
@@ -32,7 +38,8 @@ def options_of(source: str) -> dict[str, OptionValue]:
     """Return the options of a JSON or YAML file by names joined with dots, such as "zero_optimization.stage".
 
     Numbers such as 5e8 are numbers in both forms, and lines that begin with "//" are comments. A mapping without keys
-    is an option of its own. Raises JobError for a text that is no mapping, and for keys that stand twice.
+    is an option of its own. Keys "<<" merge mappings. Raises JobError for a text that is no mapping, and for keys that
+    stand twice.
     """
     name = Path(source).name
     # A tab within a JSON text is written as \t, so a tab of the file is always a space between values.
@@ -43,7 +50,10 @@ def options_of(source: str) -> dict[str, OptionValue]:
         raise JobError(f"{source} is neither JSON nor YAML: {error}") from None
     if not isinstance(root, yaml.MappingNode):
         raise JobError(f"{source} holds no options: an object of names and values is expected")
-    return dict(_flat(root, (), name))
+    found = dict(islice(_flat(root, (), name), MOST + 1))
+    if len(found) > MOST:
+        raise JobError(f"{source} has more than {MOST:,} options")
+    return found
 
 
 def nested(values: dict[str, Any]) -> dict[str, Any]:
@@ -72,7 +82,7 @@ def _flat(
     if len(above) > DEEPEST:
         raise JobError(f"{file}: {'.'.join(above[:3])}... has more than {DEEPEST} levels")
     lines: dict[str, int] = {}
-    for key_node, value_node in node.value:
+    for key_node, value_node in _entries(node, len(above), file):
         line = key_node.start_mark.line + 1
         key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
         if not key or "." in key:
@@ -84,16 +94,38 @@ def _flat(
         if isinstance(value_node, yaml.MappingNode) and value_node.value:
             yield from _flat(value_node, path, file)
         else:
-            yield ".".join(path), OptionValue(_value(value_node, len(path), file), f"{file}:{line}")
+            value = _value(value_node, len(path), f"{file}:{line}", iter(range(MOST)))
+            yield ".".join(path), OptionValue(value, f"{file}:{line}")
 
 
-def _value(node: yaml.Node, depth: int, file: str) -> Any:
+def _entries(node: yaml.MappingNode, depth: int, file: str) -> list[tuple[yaml.Node, yaml.Node]]:
+    """Return keys and values of a mapping, with those that it merges; its own keys go before merged ones."""
     if depth > DEEPEST:
-        raise JobError(f"{file}: a value has more than {DEEPEST} levels")
+        raise JobError(f"{file}: a mapping merges others over more than {DEEPEST} levels")
+    own = [(key, value) for key, value in node.value if key.tag != _MERGE]
+    known = {key.value for key, _ in own if isinstance(key, yaml.ScalarNode)}
+    for key, value in node.value:
+        if key.tag != _MERGE:
+            continue
+        for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+            if not isinstance(merged, yaml.MappingNode):
+                raise JobError(f"{file}:{key.start_mark.line + 1}: << merges mappings alone")
+            more = [e for e in _entries(merged, depth + 1, file) if e[0].value not in known]
+            known.update(key.value for key, _ in more)
+            own += more
+    return own
+
+
+def _value(node: yaml.Node, depth: int, at: str, left: Iterator[int]) -> Any:
+    """Return the value of a node, whose items are counted down in `left`."""
+    if depth > DEEPEST:
+        raise JobError(f"{at}: a value has more than {DEEPEST} levels")
+    if next(left, None) is None:
+        raise JobError(f"{at}: a value has more than {MOST:,} items")
     if isinstance(node, yaml.SequenceNode):
-        return [_value(item, depth + 1, file) for item in node.value]
+        return [_value(item, depth + 1, at, left) for item in node.value]
     if isinstance(node, yaml.MappingNode):
-        return {str(key.value): _value(item, depth + 1, file) for key, item in node.value}
+        return {str(key.value): _value(item, depth + 1, at, left) for key, item in node.value}
     assert isinstance(node, yaml.ScalarNode), "a document consists of scalars, lists and mappings"
     return node.value if node.style in ("'", '"') else _plain(node.value)
 

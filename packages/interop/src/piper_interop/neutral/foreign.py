@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from reprlib import Repr
 from typing import Any
+
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
+_SHORT.maxlist = _SHORT.maxdict = 20
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,11 @@ class OptionValue:
     value: Any
     origin: str = ""
     default: bool = False
+
+    @property
+    def text(self) -> str:
+        """Return the value for a message, long ones without their middle."""
+        return _SHORT.repr(self.value)
 
 
 @dataclass(frozen=True)

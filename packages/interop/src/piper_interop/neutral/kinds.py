@@ -21,7 +21,7 @@ class OptionKind:
         words: the values in words, for messages: "a whole number from 1".
         types: of the values; () for any.
         choices: the texts that are taken; () for any.
-        least: of numbers; None for any.
+        least: of numbers; None for any; likewise `most`.
         empty: whether null is a value, too.
     """
 
@@ -29,6 +29,7 @@ class OptionKind:
     types: tuple[type, ...] = ()
     choices: tuple[Any, ...] = ()
     least: float | None = None
+    most: float | None = None
     empty: bool = False
 
     @property
@@ -46,7 +47,8 @@ class OptionKind:
             return False
         if self.choices and value not in self.choices:
             return False
-        return self.least is None or value >= self.least
+        small = self.least is not None and value < self.least
+        return not small and (self.most is None or value <= self.most)
 
     def plain(self, value: Any) -> Any:
         """Return a value in the form that `takes` expects: 5e8 is a whole number, and "true" a truth value."""
@@ -90,7 +92,7 @@ def checked(
         plain = kind.plain(value.value)
         plain_values[name] = replace(value, value=plain)
         if not kind.takes(plain):
-            wrong.append(f"  {name}={value.value!r}{foreign.at(name)}: {kind.words} is expected")
+            wrong.append(f"  {name}={value.text}{foreign.at(name)}: {kind.words} is expected")
     if wrong:
         told = count_text(len(wrong), "option has", "options have")
         raise JobError("\n".join([f"{source}: {told} wrong values", *wrong]))

@@ -144,7 +144,7 @@ def forms(foreign: Foreign, table: OptionTable, stand_ins: frozenset[str]) -> tu
         )
         kind, text = _verdict(row, stand_ins)
         if kind in ("nearest", "stand_ins"):
-            notes.append(f"{name}={value.value!r}: {text}")
+            notes.append(f"{name}={value.text}: {text}")
     return tuple(notes)
 
 
@@ -199,7 +199,7 @@ def _verdict(row: OptionRow | None, stand_ins: frozenset[str]) -> tuple[str, str
 
 
 def _written(foreign: Foreign, name: str) -> str:
-    return f"{name}={foreign.values[name].value!r}{foreign.at(name)}"
+    return f"{name}={foreign.values[name].text}{foreign.at(name)}"
 
 
 def _complaint(

@@ -169,8 +169,11 @@ def memory_table(prediction: Prediction) -> Table:
     lines: Mapping[str, int] = s["memory"]
     total = sum(lines.values()) or 1
     rows = [(memory_line(name), size_text(b), percent(b / total)) for name, b in lines.items() if b]
+    tensors = s["peak_bytes"]
+    allocated = s.get("allocated_bytes") or tensors
     rows += [
-        ("allocated", size_text(s["peak_bytes"]), ABSENT),
+        *([("tensors of the plan", size_text(tensors), ABSENT)] if allocated != tensors else []),
+        ("allocated", size_text(allocated), ABSENT),
         ("device", size_text(s["device_bytes"]), percent(1.0)),
     ]
     return Table("memory of the fullest device at its peak", ("", "size", "share"), tuple(rows))

@@ -253,7 +253,7 @@ def line_sheet(results: Results) -> Sheet | None:
             None,
         )
         rows += [
-            ("allocated by torch", results.predicted.peak_bytes, None),
+            ("tensors of the plan", results.predicted.peak_bytes, None),
             ("in all on the device", total, 1.0),
         ]
         rows += [("what the device has", limit, None)] if limit is not None else []

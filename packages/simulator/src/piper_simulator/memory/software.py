@@ -36,7 +36,7 @@ class HeldBeside:
             self._otherwise = {instr: here - there for (instr, there), (_, here) in both}
 
     def _buffers(self, stack: Stack) -> int:
-        """Return the bytes of the buffers that live through the step, less those of shards that the plan alone keeps."""
+        """Return the bytes of the buffers that live through the step, less shards that the plan alone keeps."""
         less = _cast_shards(self._plan, self._role) if stack.shards == "cast" else 0
         if not stack.holds:
             return round(stack.workspaces) - less
