@@ -189,6 +189,7 @@ def test_where_nothing_was_found_json_has_the_reasons() -> None:
     )
     found = study_view.as_numbers(piper.Study("c", None, 0, rows, interrupted=True), None)
     assert found["number"] is found["state"] is found["folder"] is None and found["interrupted"]
+    assert "without contention" in found["warnings"][0]
     assert found["rejected"] == {"memory": 2, "illegal": 1} and found["candidates"] == 3
 
 

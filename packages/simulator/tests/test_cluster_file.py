@@ -44,6 +44,28 @@ def test_a_file_on_a_built_in_device(tmp_path: Path) -> None:
     assert cluster == changed(h100, **by_the_file)
 
 
+@each_case(
+    ("right", "wrong", "said"),
+    [
+        ("float32 = 1e12", "float32 = 989", "device.peak_flops = 989 is hardly in FLOP/s"),
+        ("memory_bytes = 1_000_000_000", "memory_bytes = 80", "device.memory_bytes = 80 is hardly in bytes"),
+        ("bandwidth = 1e10", "bandwidth = 370", "links.intra_bandwidth = 370 is hardly in bytes/s"),
+    ],
+)  # fmt: skip
+def test_numbers_in_other_units_are_warned_of(
+    tmp_path: Path, right: str, wrong: str, said: str
+) -> None:
+    assert load_cluster(written(tmp_path, WHOLE)).warnings == ()
+    [warning] = load_cluster(written(tmp_path, WHOLE.replace(right, wrong, 1))).warnings
+    assert said in warning
+
+
+def test_a_mark_of_byte_order_is_no_part_of_a_file(tmp_path: Path) -> None:
+    assert load_cluster(written(tmp_path, f"\ufeff{LAB}")) == load_cluster(
+        written(tmp_path, LAB, "same.toml")
+    )
+
+
 def test_nodes_of_two_devices(tmp_path: Path) -> None:
     cluster = load_cluster(written(tmp_path, MIXED))
     a100, h100 = DEVICES["a100-80g-sxm"], DEVICES["h100-80g-sxm"]

@@ -54,7 +54,7 @@ def show_study(
     notes += [f"rule {line}" for line in study.rules if not line.endswith("(0 candidates)")]
     notes += [f"warning: {text}" for text in _warnings(shown)] + _far(shown, profiled)
     if study.interrupted:
-        notes.append("warning: interrupted; this is what was found until then")
+        notes.append(f"warning: {INTERRUPTED}")
     head: tuple[str, ...] = (
         "params",
         "mesh",
@@ -110,6 +110,13 @@ def _far(shown: list[dict[str, Any]], profiled: bool) -> list[str]:
     return [f"warning: predicted / measured is {1 + worst:.2f}: {hint}"]
 
 
+INTERRUPTED = (
+    'interrupted; this is what was found until then. Steps of the source "sweep" are without contention of messages: '
+    "`piper simulate` has the step of one, and its warnings"
+)
+"""The warning of a search that ended early."""
+
+
 def as_numbers(
     study: Study, folder: Path | None, global_batch: int | None = None
 ) -> dict[str, Any]:
@@ -133,7 +140,7 @@ def as_numbers(
         row
         | {"folder": str(folder) if folder else None}
         | search
-        | {"warnings": _warnings(study.table()[:SHOWN])}
+        | {"warnings": [*_warnings(study.table()[:SHOWN]), *([INTERRUPTED] * study.interrupted)]}
     )
 
 

@@ -148,12 +148,40 @@ def read_cluster(path: Path, devices: Mapping[str, NodeKind]) -> Cluster:
         ranks, links = _slow(settings, where)
         if "stack" in settings:
             cluster = with_stack(cluster, settings["stack"])
-        return replace(
+        cluster = replace(
             cluster, network=replace(cluster.network, slow_links=links), slow_ranks=ranks
+        )
+        odd = "; ".join(_in_other_units(cluster))
+        return (
+            cluster.each_device(lambda d: replace(d, notes="; ".join(filter(None, (odd, d.notes)))))
+            if odd
+            else cluster
         )
     except ClusterError as e:
         text = str(e)
         raise ClusterError(text if text.startswith(f"{path}: ") else f"{path}: {text}") from None
+
+
+LEAST = {"bandwidth": 1e6, "memory_bytes": 1e5, "peak_flops": 1e9}
+"""The least bytes/s, bytes and FLOP/s that are not taken for numbers of GB/s, of GB or MB, and of TFLOP/s."""
+
+
+def _in_other_units(cluster: Cluster) -> Iterator[str]:
+    """Yield a warning for each number that is too small for its unit."""
+    found = {
+        **{f"links.{name}_bandwidth": min(getattr(links, f"{name}_bandwidth") for links in cluster.network.links)
+           for name in _LINK_KINDS},
+        "device.memory_bandwidth": min(d.memory_bandwidth for _, d in cluster.nodes),
+        "device.memory_bytes": min(d.memory_bytes for _, d in cluster.nodes),
+        "device.peak_flops": min(min(d.peak_flops.values()) for _, d in cluster.nodes),
+    }  # fmt: skip
+    for name, value in found.items():
+        kind = next(kind for kind in LEAST if name.endswith(kind))
+        if value < LEAST[kind]:
+            yield f"{name} = {value:g} is hardly in {_UNITS[kind]}, its unit"
+
+
+_UNITS = {"bandwidth": "bytes/s", "memory_bytes": "bytes", "peak_flops": "FLOP/s"}
 
 
 def _stack(file: Mapping[str, Any], where: KeyPath) -> dict[str, Any]:
@@ -236,7 +264,7 @@ def _one_kind(
 
 def _parsed(path: Path) -> Any:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         advice = "docs/clusters.md shows how one is written"
         raise ClusterError(unread("the cluster file", path, e, advice)) from None
