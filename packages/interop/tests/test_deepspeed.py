@@ -65,6 +65,13 @@ def test_without_zero_gradients_are_reduced_behind_the_backward(tmp_path: Path) 
     assert "behind the backward" not in "".join(export_job("deepspeed", described).notes)
 
 
+def test_a_row_for_each_rank_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(
+        JobError, match="4 rows of a step are less than one for each of 16 ranks x 1"
+    ):
+        imported("deepspeed", tmp_path, {"train_batch_size": 4})
+
+
 def test_tensor_parallelism_divides_the_replicas(tmp_path: Path) -> None:
     described = imported("deepspeed", tmp_path, DEEPSPEED["tensor"])
     assert (described.layout.tp, described.layout.dp, described.layout.zero) == (4, 4, 2)
@@ -95,7 +102,11 @@ def test_any_two_numbers_give_the_third(options: dict[str, int], batch: tuple[in
     ("options", "rows", "words"),
     [
         ({"train_batch_size": 65, "train_micro_batch_size_per_gpu": 2}, None, "65 rows"),
-        ({"train_batch_size": 4}, None, "4 rows of a step are not 0"),
+        (
+            {"train_batch_size": 4},
+            None,
+            "4 rows of a step are less than one for each of 8 ranks x 1",
+        ),
         ({"gradient_accumulation_steps": 2}, None, "give --global-batch"),
         ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}, 64, "64 rows"),
         ({"train_batch_size": 64}, 32, "leave --global-batch out"),

@@ -60,6 +60,11 @@ def test_fsdp_has_a_bucket_for_each_layer(tmp_path):
     assert "not in buckets of 25 MiB" in note
 
 
+def test_devices_of_tensor_parallelism_divide_the_heads(tmp_path):
+    with pytest.raises(JobError, match="3 tensor-parallel devices do not divide 4 attention heads"):
+        imported(tmp_path, 3, parallelism__tensor_parallel_degree=3)
+
+
 def test_asynchronous_tensor_parallelism_is_in_as_many_pieces_as_devices(tmp_path):
     asked = {
         "parallelism__tensor_parallel_degree": 4,

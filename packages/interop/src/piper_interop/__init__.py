@@ -52,7 +52,13 @@ def import_job(name: str, source: str, asked: Asked) -> Imported:
         )
     of.check_asked(asked)
     foreign = of.read(source, asked)
-    return Imported(foreign, *of.described(foreign, asked))
+    found = Imported(foreign, *of.described(foreign, asked))
+    tp, heads = found.described.layout.tp, found.described.sizes.fields.get("heads", 0)
+    if heads % tp:
+        raise JobError(
+            f"{source}: {tp} tensor-parallel devices do not divide {heads} attention heads; give a degree that does"
+        )
+    return found
 
 
 def export_job(name: str, described: JobDescription) -> Exported:

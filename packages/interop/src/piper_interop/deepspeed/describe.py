@@ -108,6 +108,11 @@ def batch_of(foreign: Foreign, asked: Asked, world: int) -> BatchSizes:
     elif step is not None and rows is None:
         count = count or 1
         rows = step // (world * count)
+        if not rows:
+            raise JobError(
+                f"{foreign.source}: {step} rows of a step are less than one for each of {world} ranks x {count} "
+                "microbatches; give fewer --gpus, or a larger train_batch_size"
+            )
     count = count or 1
     rows = rows or 0
     step = rows * count * world if step is None else step

@@ -118,7 +118,8 @@ _FLOAT8: tuple[OptionRow, ...] = (
 )
 _EXPERTS_OVER_MORE = Unsupported(
     "experts over a part of tp, cp or the replicas",
-    "give --gpus, or an --expert-model-parallel-size of whole axes: tp, tp x cp, or tp x cp x some replicas",
+    "give --gpus, a multiple of pp x ep x the devices that cut an expert, or an --expert-model-parallel-size of whole "
+    "axes: tp, tp x cp, or tp x cp x some replicas",
     unless=(),
     when=_experts_do_not_fit,
 )
