@@ -78,13 +78,14 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         offload=_offloaded(foreign),
         compute=half or "float32",
         reduce=half if half and sharding.zero else "float32",
+        accumulate="float32" if half and sharding.zero and not layout.reduce_once else "",
         optim_on_host=float(sharding.on_host),
         params_on_host=sharding.on_host,
         float8=_float8(foreign),
         clip_norm=clip or None,
         lr=float(foreign.get(f"{ARGUMENTS}learning_rate", 3e-4)),
         stack=_stack(foreign),
-        notes=notes + _unsaid(foreign, sharding) + _kept(sharding, count),
+        notes=notes + _unsaid(foreign, sharding) + _kept(sharding, count) + _narrow(layout, half),
         origins=_origins(foreign),
     )
 
@@ -385,6 +386,16 @@ def _kept(sharding: FsdpSharding, microbatches: int) -> tuple[str, ...]:
     return (
         "parameters that stay gathered after the forward are gathered once per step; predicted too fast: FSDP gathers "
         f"them for each of {microbatches} microbatches",
+    )
+
+
+def _narrow(layout: DeviceLayout, half: str) -> tuple[str, ...]:
+    """Return a note for shards of gradients that FSDP has in the dtype of parameters, behind whole sums in another."""
+    if not (half and layout.reduce_once):
+        return ()
+    return (
+        f"shards of gradients are in {half}, as the sums of microbatches; too little memory: FSDP makes them float32 (2 "
+        "bytes more of each sharded parameter)",
     )
 
 

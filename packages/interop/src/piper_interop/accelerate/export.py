@@ -163,8 +163,10 @@ def _notes(described: JobDescription) -> tuple[str, ...]:
         notes.append("the loss is scaled by GradScaler's defaults, and not as the job says")
     if described.reduce != reduce:
         notes.append(f"gradients are reduced in {reduce}, not in {described.reduce}")
-    if described.accumulate:
+    if described.accumulate and (reduce == "float32" or layout.reduce_once):
         notes.append(f"gradients are summed in {reduce}, not in {described.accumulate}")
+    if layout.zero == 3 and not layout.reduce_once and not described.accumulate and narrow:
+        notes.append("FSDP keeps shards of gradients in float32")
     if layout.zero == 3:
         bytes_of_element = 2 if reduce == described.compute and narrow else 4
         notes += _fsdp_notes(layout, unit_mb(described.sizes, layout.tp, 1, bytes_of_element))
