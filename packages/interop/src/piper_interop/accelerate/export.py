@@ -165,7 +165,8 @@ def _notes(described: JobDescription) -> tuple[str, ...]:
         notes.append(f"gradients are reduced in {reduce}, not in {described.reduce}")
     if described.accumulate and (reduce == "float32" or layout.reduce_once):
         notes.append(f"gradients are summed in {reduce}, not in {described.accumulate}")
-    if layout.zero == 3 and not layout.reduce_once and not described.accumulate and narrow:
+    summed = described.accumulate or described.reduce
+    if layout.zero == 3 and narrow and not layout.reduce_once and summed != "float32":
         notes.append("FSDP keeps shards of gradients in float32")
     if layout.zero == 3:
         bytes_of_element = 2 if reduce == described.compute and narrow else 4
