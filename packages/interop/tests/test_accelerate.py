@@ -281,6 +281,12 @@ def test_what_the_file_does_not_say(tmp_path: Path, others: dict[str, Any], word
         launched(tmp_path, ACCELERATE["ddp"], **others)
 
 
+def test_ddp_has_buckets_beside_gradients(tmp_path: Path) -> None:
+    notes = launched(tmp_path, ACCELERATE["ddp"]).notes
+    assert [note for note in notes if "gradient_as_bucket_view" in note]
+    assert not [n for n in launched(tmp_path, ACCELERATE["hybrid"]).notes if "bucket_view" in n]
+
+
 def test_rows_of_a_step_are_enough(tmp_path: Path) -> None:
     described = launched(tmp_path, ACCELERATE["ddp"], sets=(), rows=64)
     assert (described.rows, described.microbatches) == (4, 1)

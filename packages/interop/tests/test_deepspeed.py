@@ -52,7 +52,36 @@ def test_ulysses_is_context_parallelism_by_heads_with_states_over_it(tmp_path: P
     assert described.global_batch == 1 * 4 * 4, "ranks of a row count once"
     assert described.recompute == (Recomputation("inputs"),)
     assert described.reduce == "float32"
-    assert described.notes == ()
+    [note] = described.notes
+    assert "predicted too fast: DeepSpeed sends them to all by all-reduces" in note
+
+
+def test_ranks_of_a_row_reduce_in_a_dtype_of_their_own(tmp_path: Path) -> None:
+    plain = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
+    assert imported("deepspeed", tmp_path, plain).reduce == "bfloat16"
+    rows = plain | {"sequence_parallel_size": 2}
+    assert imported("deepspeed", tmp_path, rows).reduce == "float32"
+    said = rows | {"seq_parallel_communication_data_type": "bf16"}
+    assert imported("deepspeed", tmp_path, said).reduce == "bfloat16"
+
+
+@each_case(
+    ("zero", "said"),
+    [
+        ({"stage": 2}, ("all-reduces", "too little memory by 4 bytes of each part")),
+        ({"stage": 1, "use_multi_rank_bucket_allreduce": False}, ("too little memory by 4 bytes",)),
+        ({"stage": 3}, ("too little memory by 1,717 MiB",)),
+        ({"stage": 3, "contiguous_gradients": False}, ()),
+    ],
+)
+def test_what_deepspeed_does_with_states_by_its_defaults(
+    tmp_path: Path, zero: dict[str, Any], said: tuple[str, ...]
+) -> None:
+    options = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    notes = imported("deepspeed", tmp_path, options).notes
+    found = [note for note in notes if not ("checkpoints" in note or "max_live" in note)]
+    assert len(found) == len(said)
+    assert all(text in note for text, note in zip(said, found, strict=True))
 
 
 def test_without_zero_gradients_are_reduced_behind_the_backward(tmp_path: Path) -> None:
@@ -426,7 +455,8 @@ def test_an_exported_job_is_read_back(tmp_path: Path, described: JobDescription)
     ]
     kept = bool(described.optim_on_host), bool(described.offload)
     assert nearest == ["offload_optimizer"] * kept[0] + ["cpu_checkpointing"] * kept[1]
-    assert len(nearest) == len(found.notes)
+    copied = described.layout.zero in (1, 2) and described.compute == "float32"
+    assert len(nearest) + copied == len(found.notes)
     assert replace(found, notes=()) == described
 
 

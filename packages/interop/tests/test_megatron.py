@@ -212,6 +212,11 @@ def test_layouts(more: str, layout: DeviceLayout) -> None:
     assert described(more).layout == layout
 
 
+def test_torch_fsdp_has_gradients_in_the_dtype_of_its_parameters() -> None:
+    assert described("--bf16 --use-megatron-fsdp").reduce == "float32"
+    assert described("--bf16 --use-torch-fsdp2").reduce == "bfloat16"
+
+
 @each_case(
     ("more", "rules"),
     [

@@ -85,7 +85,11 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         clip_norm=clip or None,
         lr=float(foreign.get(f"{ARGUMENTS}learning_rate", 3e-4)),
         stack=_stack(foreign),
-        notes=notes + _unsaid(foreign, sharding) + _kept(sharding, count) + _narrow(layout, half),
+        notes=notes
+        + _unsaid(foreign, sharding)
+        + _kept(sharding, count)
+        + _narrow(layout, half)
+        + _buckets(layout),
         origins=_origins(foreign),
     )
 
@@ -386,6 +390,16 @@ def _kept(sharding: FsdpSharding, microbatches: int) -> tuple[str, ...]:
     return (
         "parameters that stay gathered after the forward are gathered once per step; predicted too fast: FSDP gathers "
         f"them for each of {microbatches} microbatches",
+    )
+
+
+def _buckets(layout: DeviceLayout) -> tuple[str, ...]:
+    """Return a note for the buckets that DDP has beside gradients."""
+    if layout.zero or layout.replicas == 1:
+        return ()
+    return (
+        "gradients are summed in their buckets; too little memory by 4 bytes per parameter: DDP copies gradients into "
+        "them (gradient_as_bucket_view is false)",
     )
 
 

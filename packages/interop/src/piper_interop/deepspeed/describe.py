@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -223,7 +224,12 @@ def _precision(foreign: Foreign) -> tuple[str, str, str, str]:
     params = "bfloat16" if half == "bfloat16" and _narrow_states(foreign) else "float32"
     compute = half or ("bfloat16" if autocast else "float32")
     summed = _dtype(foreign, "data_types.grad_accum_dtype", half or "float32")
-    sent = _dtype(foreign, "communication_data_type", half or "float32")
+    if (
+        foreign.get("sequence_parallel_size", 1) > 1
+    ):  # its default is another one (runtime/constants.py)
+        sent = _dtype(foreign, "seq_parallel_communication_data_type", "float32")
+    else:
+        sent = _dtype(foreign, "communication_data_type", half or "float32")
     return params, compute, sent, summed
 
 
@@ -304,7 +310,31 @@ def _unsaid(foreign: Foreign) -> tuple[str, ...]:
             "the file does not say whether the script checkpoints activations: none are computed again here, too much "
             "memory if it does (--set gradient_checkpointing=true)"
         )
-    return tuple(notes)
+    return (*notes, *_of_states(foreign))
+
+
+def _of_states(foreign: Foreign) -> Iterator[str]:
+    """Yield notes on the defaults of DeepSpeed for states that ranks share."""
+    section, level = "zero_optimization.", stage(foreign)
+    scatters = foreign.get(f"{section}reduce_scatter", True)
+    whole = foreign.get(f"{section}use_multi_rank_bucket_allreduce", True)
+    if level in (1, 2) and scatters and whole:
+        yield (
+            "gradients are reduced by reduce-scatters; predicted too fast: DeepSpeed sends them to all by all-reduces, "
+            "unless use_multi_rank_bucket_allreduce is false"
+        )
+    if level in (1, 2) and _precision(foreign)[1] == "float32":
+        yield (
+            "ranks update their parts of the parameters; too little memory by 4 bytes of each part: DeepSpeed copies it"
+        )
+    if level == 3 and foreign.get(f"{section}contiguous_gradients", True):
+        elements = foreign.get(f"{section}reduce_bucket_size", BUCKET)
+        size = elements * BYTES[_precision(foreign)[2]] / 2**20 - _bucket(foreign)
+        if size > 0:
+            yield (
+                f"gradients are reduced in the buckets of gathered parameters; too little memory by {size:,.0f} MiB: "
+                "stage 3 has a buffer of reduce_bucket_size elements"
+            )
 
 
 def _origins(foreign: Foreign) -> dict[str, str]:

@@ -124,6 +124,7 @@ def _options(described: JobDescription) -> dict[str, Any]:
         options["tensor_parallel.vocab_parallel_lm_head"] = True
     if layout.cp > 1:
         options["sequence_parallel_size"] = layout.cp
+        options["seq_parallel_communication_data_type"] = NAMES[described.reduce]
         options["data_parallel_size"] = layout.replicas
     if layout.ep > 1:
         options["expert_parallel.enabled"] = True
@@ -160,7 +161,9 @@ def _zero(described: JobDescription) -> dict[str, Any]:
         "reduce_bucket_size": elements,
         "allgather_bucket_size": elements,
     }
-    if layout.zero == 3:
+    if layout.zero < 3:
+        sizes["use_multi_rank_bucket_allreduce"] = False  # parts are reduced to their ranks
+    else:
         sizes |= {
             "stage3_prefetch_bucket_size": 0 if layout.prefetch == 0 else elements,
             "stage3_param_persistence_threshold": round(

@@ -131,7 +131,7 @@ GRADIENTS: dict[str, OptionSpec] = {
         OptionKind(
             "one of fp16, bf16, fp32, or null", (str,), ("fp16", "bf16", "fp32"), empty=True
         ),
-        Ignored("gradients over sequence-parallel ranks are summed with those over replicas here"),
+        Mapped("reduce, with sequence_parallel_size above 1"),
     ),
     "data_types.grad_accum_dtype": (TEXT.or_none, Mapped("accumulate")),
     "data_types.param_dtype": (TEXT.or_none, PRECISION),
@@ -173,7 +173,8 @@ PRECISIONS: dict[str, OptionSpec] = {
         BOOL,
         Nearest(
             "a rounded copy of all parameters in place of autocast",
-            "too much memory by 2 bytes per parameter, and predicted too fast by autocast's own casts",
+            "too much memory by 2 bytes per parameter, with stages 1 and 2 too little by 2 bytes, and predicted too fast by "
+            "autocast's own casts",
         ),
     ),
     "torch_autocast.dtype": (

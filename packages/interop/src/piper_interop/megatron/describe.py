@@ -144,6 +144,8 @@ def _precision(foreign: Foreign) -> tuple[str, str, str]:
         return "float16", *("float32" if wide else "float16",) * 2
     if not any(foreign[name] for name in ("bf16", "fp8-format", "fp4-format")):
         return "float32", "float32", "float32"
+    if foreign["use-torch-fsdp2"]:  # it shards bfloat16 parameters, and has no policy of precision
+        return "bfloat16", "bfloat16", "bfloat16"
     if not foreign["grad-reduce-in-bf16"]:
         return "bfloat16", "float32", "float32"
     if not foreign["use-megatron-fsdp"]:
