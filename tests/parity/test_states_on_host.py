@@ -246,6 +246,19 @@ def test_the_host_takes_its_time() -> None:
     assert step_s(there, 2, **memory) > 1.9 * step_s(there, 1, **memory)
 
 
+def test_a_host_that_updates_launches_nothing_meanwhile() -> None:
+    """Steps that wait for their host are longer by its update, also when they follow each other."""
+    cluster = load_cluster("h100x2@hopper-megatron").each_links(
+        lambda of: replace(of, host_latency=0.0, host_bandwidth=1e7, host_memory_bandwidth=1e15)
+    )
+    here, there = (
+        piper.simulate(plan, cluster) for plan in (compositions.compiled(DEEP).plan, hosted().plan)
+    )
+    update_s = there.step_s - here.step_s
+    assert update_s > 0.1 * here.step_s
+    assert there.period_s - here.period_s == pytest.approx(update_s, rel=0.05)
+
+
 def test_a_strategy_with_it_is_saved_and_read(tmp_path: Path) -> None:
     item = offload(where(layer=1), tensors="optim")
     strategy = Strategy(Mesh(pp=2), (*recipes.gpipe(pp=2, microbatches=2), item))

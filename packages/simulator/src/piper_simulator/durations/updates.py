@@ -168,7 +168,7 @@ def _own_sizes(plan: Plan, held: Sequence[State]) -> dict[Category, dict[str, in
 def update_seconds(
     device: Device, of: Updated, cluster: Cluster | None = None, kind: int = 0
 ) -> tuple[float, float]:
-    """Return the seconds of an update on a device of a kind of the cluster, and the seconds of its launches."""
+    """Return the seconds of an update on a device of a kind of the cluster, and the seconds that take its host."""
     if of.host is not None:
         assert cluster is not None, "a host is of a cluster"
         own, launch_s = update_seconds(device, replace(of, host=None)) if of.buckets else (0.0, 0.0)
@@ -189,7 +189,8 @@ def _host_seconds(
     copies = of.copied / min(links.host_bandwidth, memory) + 2 * of.buckets * links.host_latency
     zeroed = of.zeroed / (device.memory_bandwidth * memory_fraction(device, of.zeroed))
     zeroing, launch_s = launched(device, zeroed, of.buckets)
-    return copies + of.touched / memory + zeroing, launch_s
+    own = copies + of.touched / memory  # meanwhile the host issues nothing, as if these were launches
+    return own + zeroing, own + launch_s
 
 
 def update_bytes(of: Updated, *, fused: bool) -> list[int]:
