@@ -31,6 +31,15 @@ def test_simulate_prints_and_gives_json(recipe: Path) -> None:
     assert numbers["step_s"] > 0
 
 
+def test_what_a_file_prints_is_no_part_of_the_json(recipe: Path, tmp_path: Path) -> None:
+    """The file prints where it is read, also in worker processes."""
+    recipe.write_text(recipe.read_text() + "print('read', flush=True)\n")
+    command = [sys.executable, "-m", "piper", "run", str(recipe), "--steps", "1", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["measured"] and done.stderr.count("read\n") >= 2
+
+
 def test_a_prediction_warns_of_constants_that_nobody_measured(recipe: Path) -> None:
     assert (
         "warning: h100-80g-sxm:8: public constants"

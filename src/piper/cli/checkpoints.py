@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +9,7 @@ import typer
 
 from piper.cli.messages import user_errors
 from piper.cli.options import AsJsonOption
+from piper.cli.pipes import show_json
 
 checkpoint = typer.Typer(
     name="checkpoint", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -39,7 +39,7 @@ def show(
 
         saved_runs = opened(path)
         if as_json:
-            print(json.dumps([checkpoint_facts(s) for s in saved_runs]))
+            show_json([checkpoint_facts(s) for s in saved_runs])
         else:
             show_table(
                 checkpoint_table(saved_runs[0])

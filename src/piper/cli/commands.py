@@ -6,7 +6,6 @@ their options and leave the work to the modules that they call.
 
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict, replace
@@ -41,6 +40,7 @@ from piper.cli.options import (
     VersionOption,
     check_drawn,
 )
+from piper.cli.pipes import show_json
 from piper.cli.record_commands import command_of
 from piper.cli.run_arguments import LaunchArguments, RunArguments
 from piper.cli.trace_options import TraceArguments
@@ -219,11 +219,9 @@ def report(
             written = show_report(folder, other, out=out)
         if as_json:
             files = {"figures": written.figures, "tables": written.tables}
-            print(
-                json.dumps(
-                    {"html": str(written.html)}
-                    | {name: [str(p) for p in paths] for name, paths in files.items()}
-                )
+            show_json(
+                {"html": str(written.html)}
+                | {name: [str(p) for p in paths] for name, paths in files.items()}
             )
 
 
@@ -249,7 +247,10 @@ def explain(
         recipe = load_file(file, pairs(params), strategy)
         options = recipe.asked_options(kernels, cuda_graph)
         compiled = compile(recipe.job, recipe.strategy, options=options)
-        print(json.dumps(facts(compiled)) if as_json else text(compiled))
+        if as_json:
+            show_json(facts(compiled))
+        else:
+            print(text(compiled))
 
 
 @app.command()
@@ -306,7 +307,10 @@ def recipes(file: OwnRecipesArgument = None, as_json: AsJsonOption = False) -> N
 
         if file is not None:
             load_recipes(file)
-        print(json.dumps(rows()) if as_json else listing())
+        if as_json:
+            show_json(rows())
+        else:
+            print(listing())
 
 
 @app.command()
@@ -340,7 +344,10 @@ def verify(
             "equal_whole_batch": report.equal_whole_batch,
             "text": report.text(),
         }
-        print(json.dumps(numbers) if as_json else report.text())
+        if as_json:
+            show_json(numbers)
+        else:
+            print(report.text())
         if not report.equal:
             raise typer.Exit(1)
 
@@ -355,6 +362,9 @@ def doctor(as_json: AsJsonOption = False) -> None:
         from piper.cli.actions.doctor import examine, text
 
         findings = examine()
-        print(json.dumps([asdict(f) for f in findings]) if as_json else text(findings))
+        if as_json:
+            show_json([asdict(f) for f in findings])
+        else:
+            print(text(findings))
         if any(f.state == "missing" for f in findings):
             raise typer.Exit(1)

@@ -11,7 +11,7 @@ import typer
 from piper.cli.commands import app
 from piper.cli.interrupts import INTERRUPTED, TERMINATED, hear, leave, left_in_native_code
 from piper.cli.messages import user_errors
-from piper.cli.pipes import open_output
+from piper.cli.pipes import keep_for_json, open_output
 from piper_ir.tools import no_garbage_collection
 
 PREDICTING = ("plan", "simulate")
@@ -21,6 +21,8 @@ PREDICTING = ("plan", "simulate")
 def main() -> None:
     """Run the `piper` command."""
     open_output()
+    if "--json" in sys.argv:
+        keep_for_json()
     hear()
     predicts = len(sys.argv) > 1 and sys.argv[1] in PREDICTING
     with no_garbage_collection() if predicts else nullcontext():

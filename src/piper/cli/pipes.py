@@ -5,6 +5,7 @@ A training or a search must neither end nor lose its results because of that. La
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from typing import Any, TextIO
@@ -43,6 +44,28 @@ class OutputStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+_answer: OutputStream | None = None
+"""The standard output of a command with --json, to which nothing else writes."""
+
+
+def show_json(value: object) -> None:
+    """Print a value as the JSON that a command was asked for."""
+    show_json_text(json.dumps(value))
+
+
+def show_json_text(text: str) -> None:
+    """Print the JSON that a command was asked for."""
+    print(text, file=_answer, flush=True)
+
+
+def keep_for_json() -> None:
+    """Keep standard output for `show_json`: prints of the user's code, also in worker processes, go to stderr."""
+    global _answer
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    _answer = OutputStream(os.fdopen(kept, "w", encoding="utf-8"), "standard output")
 
 
 def open_output() -> None:

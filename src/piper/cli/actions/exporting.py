@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 from piper.api.ground.results import made_folder, writing
 from piper.cli.arguments import ExportArguments
 from piper.cli.given import pairs
 from piper.cli.loading import load_file
+from piper.cli.pipes import show_json
 from piper.planning.description import description, left_out, optimizer_note
 from piper_interop import export_job
 from piper_ir.ground.errors import JobError
@@ -29,7 +29,7 @@ def exported(arguments: ExportArguments) -> None:
                 write_whole(a.out / name, text)
     notes = (*left_out(file.strategy), optimizer_note(file.job), *written.notes)
     if a.as_json:
-        print(json.dumps({"files": written.files, "notes": list(notes)}))
+        show_json({"files": written.files, "notes": list(notes)})
         return
     for note in notes:
         print(f"note: {note}", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from piper.api.ground.results import writing
 from piper.cli.actions.predicting import Target
 from piper.cli.arguments import ForeignJobArguments, ImportArguments
 from piper.cli.loading import JobFile
+from piper.cli.pipes import show_json
 from piper.planning.foreign import ForeignJob, foreign_job, sizes_of
 from piper.planning.sources import job_facts
 from piper_interop import Asked, Judgement
@@ -43,7 +43,7 @@ def imported(arguments: ImportArguments) -> int:
         print("\n".join(_said(foreign, facts, every=a.every)), flush=True)
     simulation = None if a.cluster is None else _predicted(foreign, a.cluster)
     if a.as_json:
-        print(json.dumps(_numbers(foreign, simulation, file)))
+        show_json(_numbers(foreign, simulation, file))
     elif simulation is not None:
         print(_prediction(foreign, simulation, str(a.cluster)))
     if file is None and not a.as_json:

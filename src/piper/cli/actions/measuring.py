@@ -10,6 +10,7 @@ from piper.api.running.profiling import profile
 from piper.cli.arguments import ProfileArguments
 from piper.cli.given import pairs
 from piper.cli.loading import load_file
+from piper.cli.pipes import show_json_text
 from piper.views.costs_table import costs_table
 from piper.views.display import show
 from piper_ir.ground.codec import dumps
@@ -37,7 +38,7 @@ def measure(arguments: ProfileArguments) -> None:
         )
     save_costs(a.out, costs)
     if a.as_json:
-        print(dumps(costs))
+        show_json_text(dumps(costs))
     else:
         show(costs_table(costs, title=f"costs of {job_file.path.name}"))
     print(f"costs are in {a.out}", file=sys.stderr)

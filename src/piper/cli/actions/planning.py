@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from math import isfinite
@@ -15,6 +14,7 @@ from piper.cli.actions.importing import asked_of
 from piper.cli.arguments import PlanArguments
 from piper.cli.interrupts import INTERRUPTED
 from piper.cli.loading import load_job
+from piper.cli.pipes import show_json
 from piper.cli.variant_options import tried_parameters, tried_variants
 from piper.planning.answer_text import failure_text, numbers, table
 from piper.planning.answers import TrainingBudget, answer
@@ -86,7 +86,7 @@ def planned(arguments: PlanArguments) -> int:
         rehearsal = rehearse(source.config, best, found.space)
     if a.as_json:
         told = {} if rehearsal is None else {"rehearsal": rehearsal.as_dict()}
-        print(json.dumps({**numbers(source, found, name), **told}))
+        show_json({**numbers(source, found, name), **told})
     else:
         if found.strategies or found.own is not None:
             show(table(source, found, name))

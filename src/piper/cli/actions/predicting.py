@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -27,6 +26,7 @@ from piper.api.problems.advice import advice
 from piper.cli.arguments import SimulateArguments
 from piper.cli.given import pairs
 from piper.cli.loading import JobFile, load_file
+from piper.cli.pipes import show_json
 from piper.views.display import show
 from piper.views.distribution_table import distribution_table
 from piper.views.reporting import report_at_end
@@ -232,11 +232,7 @@ def predict(job_file: JobFile, target: Target, shown: PredictionOutput) -> None:
                     "change": None if change is None else _as_numbers(change),
                 }
             }
-        print(
-            json.dumps(
-                result.summary() | more | ({"why": explanation.as_dict()} if explanation else {})
-            )
-        )
+        show_json(result.summary() | more | ({"why": explanation.as_dict()} if explanation else {}))
     else:
         for line in advised.lines(result.period_s):
             print(line)
@@ -350,7 +346,7 @@ def predict_two(
         )
     result = compare(*explanations)
     if as_json:
-        print(json.dumps({"a": names[0], "b": names[1], **result.as_dict()}))
+        show_json({"a": names[0], "b": names[1], **result.as_dict()})
         return
     rows = [side.job.global_batch for side in sides]
     note = f"the steps differ in their rows: {rows[0]} and {rows[1]}" if rows[0] != rows[1] else ""

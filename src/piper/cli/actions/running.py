@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Literal, cast
 
 from piper.api.running.metrics import check_logs
 from piper.cli.loading import JobFile
+from piper.cli.pipes import show_json
 from piper.cli.run_arguments import OF_TRAINING, LaunchArguments, RunArguments
 from piper.sessions.emulated import emulated_session
 from piper.sessions.training import Settings, as_numbers, first_step, session
@@ -34,7 +34,10 @@ def launch(arguments: LaunchArguments) -> None:
     a.checkpoints()
     sections = launch_sections(a.launch(a.loaded().strategy.mesh.world))
     lines = {name: section.lines for name, section in sections.items()}
-    print(json.dumps(lines) if a.as_json else launch_text(sections), end="\n" * a.as_json)
+    if a.as_json:
+        show_json(lines)
+    else:
+        print(launch_text(sections), end="")
 
 
 def run(arguments: RunArguments) -> None:
@@ -64,7 +67,7 @@ def _emulate(arguments: RunArguments, job_file: JobFile, cluster: str) -> None:
         )
     if a.as_json:
         numbers = {"step_s": emulated.step_s, "period_s": emulated.period_s, **emulated.trace.notes}
-        print(json.dumps({"predicted": simulated.summary(), "emulated": numbers}))
+        show_json({"predicted": simulated.summary(), "emulated": numbers})
 
 
 def _settings(arguments: RunArguments, job_file: JobFile) -> Settings:
@@ -104,4 +107,4 @@ def _train(arguments: RunArguments, job_file: JobFile, logs: Sequence[str], firs
     with redirect_stdout(StringIO()) if a.as_json or not first else nullcontext():
         done = session(job_file.job, job_file.strategy, options, settings)
     if a.as_json and first:
-        print(json.dumps(as_numbers(done)))
+        show_json(as_numbers(done))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from piper.api.ground.results import writing
 from piper.cli.accuracy_options import AccuracyArguments
+from piper.cli.pipes import show_json
 from piper.published.convert import cluster_of, readings, stack_named
 from piper.published.fitting import fit
 from piper.published.plans import plan_of
@@ -57,7 +57,7 @@ def accuracy(arguments: AccuracyArguments) -> int:
             write_rows(a.out, [p.columns() | ({} if p.refused else own) for p in predictions])
     if a.as_json:
         warned = [text.removeprefix("warning: ") for text in _elsewhere(predictions, stack)]
-        print(json.dumps({**_numbers(found), "warnings": warned}))
+        show_json({**_numbers(found), "warnings": warned})
     else:
         show(prediction_table(predictions, _elsewhere(predictions, stack)))
         show(score_table(found))
@@ -126,7 +126,7 @@ def _explained(a: AccuracyArguments, row: PublishedRow, stack: Stack | None) -> 
     parts = step_parts(plan, run.cluster)
     changes = sensitivities(reading, run.cluster.device.stack)
     if a.as_json:
-        print(json.dumps({"case": row.case, "parts": vars(parts), "derivatives": changes}))
+        show_json({"case": row.case, "parts": vars(parts), "derivatives": changes})
     else:
         show(why_table(row, run.cluster.name, parts, changes, said))
     return 0
@@ -153,7 +153,7 @@ def _fitted(a: AccuracyArguments, rows: Sequence[PublishedRow], stack: Stack | N
     write_stack(Path(a.fit), found.stack, a.stack or start.name)
     if a.as_json:
         values = {n: vars_of(c) for n, c in found.stack.constants.items()}
-        print(json.dumps({"before": found.before, "after": found.after, "constants": values}))
+        show_json({"before": found.before, "after": found.after, "constants": values})
     else:
         show(fit_table(found, str(a.fit)))
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
@@ -17,6 +16,7 @@ from piper.cli.actions.predicting import load_named
 from piper.cli.arguments import TuneArguments
 from piper.cli.loading import load_space
 from piper.cli.options import searchers
+from piper.cli.pipes import show_json
 from piper.cli.variant_options import tried_parameters, tried_variants
 from piper.views.reporting import report_at_end
 from piper.views.study_view import as_numbers, bar, files_text, show_study
@@ -74,7 +74,7 @@ def tune(arguments: TuneArguments) -> Study:
             load=load_named(a.load), kernels=kernels,
         )  # fmt: skip
     if a.as_json:
-        print(json.dumps(as_numbers(study, folder, rows)))
+        show_json(as_numbers(study, folder, rows))
     else:
         show_study(study, a.file.name, rows, profiled=a.costs is not None)
     if folder:

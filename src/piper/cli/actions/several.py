@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -14,6 +13,7 @@ from piper.cli.actions.predicting import Target, asked_target
 from piper.cli.arguments import SimulateArguments
 from piper.cli.given import pairs
 from piper.cli.loading import load_file
+from piper.cli.pipes import show_json
 from piper.views.display import show
 from piper_ir.ground.errors import JobError, PiperError
 from piper_ir.tools import size_text, time_text, working
@@ -88,7 +88,7 @@ def predict_several(
     if first is not None and all(one.simulation is None for one in tried):
         raise first
     if as_json:
-        print(json.dumps([one.as_dict() for one in tried]))
+        show_json([one.as_dict() for one in tried])
     else:
         show(_table(path.stem, target.cluster.name, tried))
 

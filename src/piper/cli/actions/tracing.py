@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -16,6 +15,7 @@ from piper.api.ground.clusters import cluster_named
 from piper.api.ground.results import made_folder, save_plan, save_prediction, writing
 from piper.cli.given import pairs
 from piper.cli.loading import JobFile, load_file
+from piper.cli.pipes import show_json
 from piper.cli.trace_options import TraceArguments
 from piper.views.display import show
 from piper.views.trace_tables import (
@@ -73,7 +73,7 @@ def traced(arguments: TraceArguments) -> None:
         tables += more
         facts |= about
     if a.as_json:
-        print(json.dumps(facts))
+        show_json(facts)
         return
     for k, table in enumerate(tables):
         print(end="\n" if k else "")
