@@ -32,12 +32,16 @@ def test_simulate_prints_and_gives_json(recipe: Path) -> None:
 
 
 def test_what_a_file_prints_is_no_part_of_the_json(recipe: Path, tmp_path: Path) -> None:
-    """The file prints where it is read, also in worker processes."""
-    recipe.write_text(recipe.read_text() + "print('read', flush=True)\n")
+    """The file prints where it is read, and its batches in worker processes."""
+    text = recipe.read_text() + "print('read')\n"
+    recipe.write_text(
+        text.replace("    x = torch.randn", "    print('batch', flush=True)\n    x = torch.randn")
+    )
     command = [sys.executable, "-m", "piper", "run", str(recipe), "--steps", "1", "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["measured"] and done.stderr.count("read\n") >= 2
+    assert json.loads(done.stdout)["measured"] and "read\n" in done.stderr
+    assert done.stderr.count("batch\n") >= 2
 
 
 def test_a_prediction_warns_of_constants_that_nobody_measured(recipe: Path) -> None:
