@@ -37,7 +37,8 @@ def test_what_a_file_prints_is_no_part_of_the_json(recipe: Path, tmp_path: Path)
     recipe.write_text(
         text.replace("    x = torch.randn", "    print('batch', flush=True)\n    x = torch.randn")
     )
-    command = [sys.executable, "-m", "piper", "run", str(recipe), "--steps", "1", "--json"]
+    more = ["--launcher", "processes", "--steps", "1", "--json"]
+    command = [sys.executable, "-m", "piper", "run", str(recipe), *more]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["measured"] and "read\n" in done.stderr
