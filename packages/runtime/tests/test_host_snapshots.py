@@ -86,7 +86,7 @@ def test_a_run_goes_on_from_what_is_newest(
     told: list[Restart] = []
     with pytest.warns(
         PiperWarning,
-        match=rf"in step 4. Restart 1 of 2: the run goes on with step {resumed}, from {source}",
+        match=rf"in step 4 \(.*test_host_snapshots.py:\d+\). Restart 1 of 2: the run goes on with step {resumed}, from {source}",
     ):
         found = run(
             plan,

@@ -35,6 +35,8 @@ from piper_runtime.launch.running.beginning import under_torchrun
 from piper_runtime.launch.running.launchers import workers_of
 from tests.helpers.cases import each_case
 
+LINE = r"\(\S+test_recovery\.py:\d+\)"
+"""The place of a batch function's error."""
 AGAIN = r"the run goes on with step"
 
 
@@ -82,7 +84,7 @@ def test_a_run_that_was_started_again_has_the_bits_of_one_that_was_not(
     told: list[Restart] = []
     saved = None if every is None else Checkpoints(tmp_path, every=every)
     with pytest.warns(
-        PiperWarning, match=rf"the disk went away in step 3. Restart 1 of 2: {AGAIN} {resumed[0]}"
+        PiperWarning, match=rf"went away in step 3 {LINE}\. Restart 1 of 2: {AGAIN} {resumed[0]}"
     ):
         found = run(
             plan, replace(job, batch=failing_in(3, 4)), checkpoint=saved, restarts=2, on_step=heard.append,
@@ -143,17 +145,17 @@ def test_a_resumed_run_goes_on_from_its_own_beginning(tmp_path: Path) -> None:
             (3, 3),
             9,
             1,
-            r"went away in step 3\. It came again in step 3, and no step was finished .* again "
+            rf"went away in step 3 {LINE}\. It came again in step 3, and no step was finished .* again "
             r"once, .* from step 2$",
         ),
         (
             (3, 4, 5),
             2,
             2,
-            r"in step 5\. No more restarts are allowed \(restarts=2\).* started again 2 times, .* "
+            rf"in step 5 {LINE}\. No more restarts are allowed \(restarts=2\).* started again 2 times, .* "
             r"from step 4$",
         ),
-        ((3,), 0, 0, r"the disk went away in step 3$"),
+        ((3,), 0, 0, rf"the disk went away in step 3 {LINE}$"),
     ],
 )
 def test_a_run_is_not_started_again_for_ever(
@@ -246,7 +248,7 @@ def test_a_run_that_finds_nothing_to_go_on_from_says_what_had_failed(tmp_path: P
     plan, job = chain()
     with pytest.raises(
         RankError,
-        match=r"the disk went away\. The run cannot go on: the checkpoints in .* cannot be read",
+        match=rf"the disk went away {LINE}\. The run cannot go on: the checkpoints in .* cannot be read",
     ):
         run(plan, replace(job, batch=losing), checkpoint=Checkpoints(saved, every=2), restarts=1)
 

@@ -189,7 +189,9 @@ def _host_seconds(
     copies = of.copied / min(links.host_bandwidth, memory) + 2 * of.buckets * links.host_latency
     zeroed = of.zeroed / (device.memory_bandwidth * memory_fraction(device, of.zeroed))
     zeroing, launch_s = launched(device, zeroed, of.buckets)
-    own = copies + of.touched / memory  # meanwhile the host issues nothing, as if these were launches
+    own = (
+        copies + of.touched / memory
+    )  # meanwhile the host issues nothing, as if these were launches
     return own + zeroing, own + launch_s
 
 

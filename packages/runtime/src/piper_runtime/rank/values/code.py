@@ -22,6 +22,7 @@ from torch._ops import OpOverload
 from piper_ir.ground.errors import FormatError
 from piper_ir.plan.plan import Plan, RolePlan
 from piper_ir.program.ops import Compute
+from piper_ir.tools import user_line
 from piper_ops import DIRECT, compiled_fusion
 
 PROGRESS_S = 1.0
@@ -110,14 +111,14 @@ _PLACE = re.compile(r"  # (.+):(\d+)$")
 
 
 def raised_in_step(error: BaseException) -> str:
-    """Return an instruction part's error as text, with the user's line of the op if a step function raised it."""
+    """Return an instruction part's error as text, with the user's line: of the op in a step, or of a batch function."""
     if isinstance(error, KeyError):
         return f"value {error} is not there"
     frames = traceback.extract_tb(error.__traceback__)
     line = next((f.line or "" for f in reversed(frames) if f.filename.startswith(_GENERATED)), "")
     text, place = f"{type(error).__name__}: {error}", _PLACE.search(line)
     if place is None:
-        return text
+        return f"{text}{user_line(error)}"
     code = linecache.getline(place[1], int(place[2])).strip()
     return f"{text}, at {place[1]}:{place[2]}" + (f" ({code})" if code else "")
 
