@@ -56,6 +56,17 @@ def test_ulysses_is_context_parallelism_by_heads_with_states_over_it(tmp_path: P
     assert "predicted too fast: DeepSpeed sends them to all by all-reduces" in note
 
 
+def test_without_zero_gradients_are_summed_in_the_dtype_of_the_model(tmp_path: Path) -> None:
+    half = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
+    wide = half | {"data_types": {"grad_accum_dtype": "fp32"}}
+    with pytest.raises(JobError, match="without ZeRO DeepSpeed refuses gradients in float32"):
+        imported("deepspeed", tmp_path, wide)
+    described = imported("deepspeed", tmp_path, half)
+    exported = export_job("deepspeed", replace(described, reduce="float32"))
+    assert "without ZeRO DeepSpeed sums gradients in bfloat16" in exported.notes
+    assert '"grad_accum_dtype": "bf16"' in exported.files["ds_config.json"]
+
+
 def test_ranks_of_a_row_reduce_in_a_dtype_of_their_own(tmp_path: Path) -> None:
     plain = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
     assert imported("deepspeed", tmp_path, plain).reduce == "bfloat16"
@@ -430,7 +441,9 @@ def jobs(draw: st.DrawFn) -> JobDescription:
         params=params,
         compute=compute,
         reduce=reduce,
-        accumulate=draw(st.sampled_from(["", "float16"])),
+        accumulate=draw(st.sampled_from(["", "float16"]))
+        if layout.zero
+        else compute * (compute != reduce),
         clip_norm=draw(st.sampled_from([None, 1.0, 0.5])),
         lr=draw(st.sampled_from([3e-4, 1e-5])),
         stack=draw(st.sampled_from(["eager", "inductor"])),
@@ -455,7 +468,7 @@ def test_an_exported_job_is_read_back(tmp_path: Path, described: JobDescription)
     ]
     kept = bool(described.optim_on_host), bool(described.offload)
     assert nearest == ["offload_optimizer"] * kept[0] + ["cpu_checkpointing"] * kept[1]
-    copied = described.layout.zero in (1, 2) and described.compute == "float32"
+    copied = described.layout.zero in (1, 2) and described.compute == described.params
     assert len(nearest) + copied == len(found.notes)
     assert replace(found, notes=()) == described
 

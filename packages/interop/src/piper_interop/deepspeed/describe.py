@@ -64,6 +64,12 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         raise JobError(f"{foreign.source}: expert_parallel is enabled, but --model has no experts")
     batch = batch_of(foreign, asked, layout.replicas)
     params, compute, reduce, accumulate = _precision(foreign)
+    autocast = foreign.get("torch_autocast.enabled", False)
+    if not layout.zero and accumulate != compute and not autocast:
+        raise JobError(
+            f"{foreign.source}: without ZeRO DeepSpeed refuses gradients in {accumulate} beside {compute}; give "
+            f"zero_optimization.stage 1, or {compute} as data_types.grad_accum_dtype"
+        )
     return JobDescription(
         name=Path(foreign.source).stem,
         sizes=sizes,
@@ -323,9 +329,11 @@ def _of_states(foreign: Foreign) -> Iterator[str]:
             "gradients are reduced by reduce-scatters; predicted too fast: DeepSpeed sends them to all by all-reduces, "
             "unless use_multi_rank_bucket_allreduce is false"
         )
-    if level in (1, 2) and _precision(foreign)[1] == "float32":
+    params, compute, _, _ = _precision(foreign)
+    if level in (1, 2) and params == compute:
         yield (
-            "ranks update their parts of the parameters; too little memory by 4 bytes of each part: DeepSpeed copies it"
+            f"ranks update their parts of the parameters; too little memory by {BYTES[params]} bytes of each part: "
+            "DeepSpeed copies it"
         )
     if level == 3 and foreign.get(f"{section}contiguous_gradients", True):
         elements = foreign.get(f"{section}reduce_bucket_size", BUCKET)

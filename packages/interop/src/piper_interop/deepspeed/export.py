@@ -103,7 +103,7 @@ def _options(described: JobDescription) -> dict[str, Any]:
         **_PRECISIONS[described.params, described.compute],
         **_loss_scale(described),
         "communication_data_type": NAMES[described.reduce],
-        "data_types.grad_accum_dtype": NAMES[described.accumulate or described.reduce],
+        "data_types.grad_accum_dtype": NAMES[_summed(described)],
         "zero_optimization.stage": layout.zero,
         # null says that the script checkpoints nothing, which a missing option leaves open.
         "activation_checkpointing.number_checkpoints": described.sizes.fields["layers"]
@@ -132,6 +132,12 @@ def _options(described: JobDescription) -> dict[str, Any]:
     if described.stack == "inductor":
         options["compile.deepcompile"] = True
     return options
+
+
+def _summed(described: JobDescription) -> str:
+    """Return the dtype in which gradients are summed; without ZeRO DeepSpeed refuses another one than the model's."""
+    summed = described.accumulate or described.reduce
+    return summed if described.layout.zero else described.compute
 
 
 def _loss_scale(described: JobDescription) -> dict[str, Any]:
@@ -185,6 +191,8 @@ def _notes(described: JobDescription) -> tuple[str, ...]:
         )
     if not described.layout.zero and described.layout.overlap and described.layout.replicas > 1:
         notes.append("without ZeRO DeepSpeed reduces gradients behind the backward")
+    if _summed(described) != (described.accumulate or described.reduce):
+        notes.append(f"without ZeRO DeepSpeed sums gradients in {described.compute}")
     if described.layout.reduce_once and described.microbatches > 1:
         notes.append("DeepSpeed scatters gradients of each microbatch")
     if described.loss_tiles > 1:

@@ -114,6 +114,12 @@ _FLOAT8: tuple[OptionRow, ...] = (
         SLOW,
         when=mixture,
     ),
+    Nearest(
+        "weights are cast to fp8 where they are used",
+        "too little memory by 1 to 2 bytes per parameter of a layer: Transformer Engine keeps the cast ones for the "
+        "microbatches of a step",
+        when=lambda foreign: not foreign.get("fp8-param-gather", False),
+    ),
     Mapped("Precision(float8=)"),
 )
 _EXPERTS_OVER_MORE = Unsupported(
