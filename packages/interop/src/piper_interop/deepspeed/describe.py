@@ -230,12 +230,12 @@ def _precision(foreign: Foreign) -> tuple[str, str, str, str]:
     params = "bfloat16" if half == "bfloat16" and _narrow_states(foreign) else "float32"
     compute = half or ("bfloat16" if autocast else "float32")
     summed = _dtype(foreign, "data_types.grad_accum_dtype", half or "float32")
-    if (
-        foreign.get("sequence_parallel_size", 1) > 1
-    ):  # its default is another one (runtime/constants.py)
-        sent = _dtype(foreign, "seq_parallel_communication_data_type", "float32")
-    else:
-        sent = _dtype(foreign, "communication_data_type", half or "float32")
+    ulysses = foreign.get("sequence_parallel_size", 1) > 1
+    sent = (
+        _dtype(foreign, "seq_parallel_communication_data_type", "float32")
+        if ulysses  # with a default of its own (runtime/constants.py)
+        else _dtype(foreign, "communication_data_type", half or "float32")
+    )
     return params, compute, sent, summed
 
 
