@@ -208,6 +208,14 @@ def test_the_learning_rate_is_written():
     assert "the job's own" in optimizer_note(replace(rate, optimizer=torch.optim.Adam))
 
 
+@pytest.mark.parametrize("system", ["torchtitan", "megatron", "deepspeed", "accelerate"])
+def test_float64_is_refused_in_words(system):
+    wide = job(SIZES, global_batch=8, precision="float64")
+    shared = piper.Strategy(piper.Mesh(dp=2), recipes.data_parallel(zero=3))
+    with pytest.raises(JobError, match="float64"):
+        export_job(system, description(wide, shared, "small"))
+
+
 def test_what_no_system_has_is_left_out_with_a_word():
     tokens = piper.shard(where(), over="cp", index="tokens", order="blocks")
     layers = [where(op="reduce", layer=k) for k in (1, 0)]

@@ -9,7 +9,8 @@ from typing import Any
 from piper_interop import Asked, DeviceLayout, Imported, JobDescription, ModelSizes, import_job
 from piper_interop.megatron.describe import PP_FIRST, WHOLE_MB
 from piper_interop.neutral.system import System
-from piper_interop.neutral.units import BYTES, unit_mb
+from piper_interop.neutral.units import unit_mb
+from piper_ir.ground.sizes import ITEM_BYTES
 
 DENSE = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -73,7 +74,7 @@ def job_with(layout: DeviceLayout, **changes: Any) -> JobDescription:
     rows = 12 * job.rows * layout.replicas
     fields = dict(job.sizes.fields) | {"vocab": 1024}
     if layout.zero >= 2 and layout.replicas * layout.cp > 1:  # FSDP's buckets
-        width = BYTES[changes.get("reduce", job.reduce)]
+        width = ITEM_BYTES[changes.get("reduce", job.reduce)]
         layout = replace(layout, bucket_mb=unit_mb(ModelSizes(fields), layout.tp, layout.ep, width))
     return replace(
         job,

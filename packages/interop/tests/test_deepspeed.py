@@ -24,8 +24,8 @@ from piper_interop import (
 from piper_interop.deepspeed.describe import batch_of
 from piper_interop.deepspeed.table import OPTIONS
 from piper_interop.neutral.foreign import Foreign, OptionValue
-from piper_interop.neutral.units import BYTES
 from piper_ir.ground.errors import JobError
+from piper_ir.ground.sizes import ITEM_BYTES
 from tests.helpers.cases import each_case
 
 
@@ -426,7 +426,7 @@ def jobs(draw: st.DrawFn) -> JobDescription:
     part = draw(st.sampled_from(_fractions(layout)))
     reduce = draw(st.sampled_from(["float32", "bfloat16"]))
     if not layout.zero:
-        layout = replace(layout, bucket_mb=5e8 * BYTES[reduce] / 2**20)
+        layout = replace(layout, bucket_mb=5e8 * ITEM_BYTES[reduce] / 2**20)
     return JobDescription(
         name="ds_config",
         sizes=LLAMA,

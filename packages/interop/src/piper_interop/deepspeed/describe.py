@@ -28,8 +28,8 @@ from piper_interop.neutral.foreign import Foreign
 from piper_interop.neutral.missing import asked_for
 from piper_interop.neutral.options import forms
 from piper_interop.neutral.system import Asked
-from piper_interop.neutral.units import BYTES
 from piper_ir.ground.errors import JobError
+from piper_ir.ground.sizes import ITEM_BYTES
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """The dtypes by DeepSpeed's names for them."""
@@ -162,7 +162,7 @@ def _layout(foreign: Foreign, devices: int) -> DeviceLayout:
         over_cp=cp > 1 and level > 0,
         bucket_mb=_bucket(foreign),
         prefetch=(1 if ahead(foreign) else 0) if gathers(foreign) else None,
-        whole_mb=persistent(foreign) * BYTES[_precision(foreign)[1]] / 2**20
+        whole_mb=persistent(foreign) * ITEM_BYTES[_precision(foreign)[1]] / 2**20
         if gathers(foreign)
         else 0,
         overlap=level == 3 if overlap is None else bool(overlap) and level > 0,
@@ -217,7 +217,7 @@ def _bucket(foreign: Foreign) -> float:
         elements = foreign.get("zero_optimization.reduce_bucket_size", BUCKET)
     if gathers(foreign):
         elements = ahead(foreign) or elements
-    return float(elements * BYTES[_precision(foreign)[2]] / 2**20)
+    return float(elements * ITEM_BYTES[_precision(foreign)[2]] / 2**20)
 
 
 def _precision(foreign: Foreign) -> tuple[str, str, str, str]:
@@ -332,12 +332,12 @@ def _of_states(foreign: Foreign) -> Iterator[str]:
     params, compute, _, _ = _precision(foreign)
     if level in (1, 2) and params == compute:
         yield (
-            f"ranks update their parts of the parameters; too little memory by {BYTES[params]} bytes of each part: "
+            f"ranks update their parts of the parameters; too little memory by {ITEM_BYTES[params]} bytes of each part: "
             "DeepSpeed copies it"
         )
     if level == 3 and foreign.get(f"{section}contiguous_gradients", True):
         elements = foreign.get(f"{section}reduce_bucket_size", BUCKET)
-        size = elements * BYTES[_precision(foreign)[2]] / 2**20 - _bucket(foreign)
+        size = elements * ITEM_BYTES[_precision(foreign)[2]] / 2**20 - _bucket(foreign)
         if size > 0:
             yield (
                 f"gradients are reduced in the buckets of gathered parameters; too little memory by {size:,.0f} MiB: "

@@ -10,7 +10,7 @@ from piper_interop.neutral.described import USUAL_SCALE, DeviceLayout, JobDescri
 from piper_interop.neutral.documents import nested
 from piper_interop.neutral.missing import lacks, shared_limits
 from piper_interop.neutral.system import Exported
-from piper_interop.neutral.units import BYTES
+from piper_ir.ground.sizes import ITEM_BYTES
 
 NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 BUCKET_MB = 25
@@ -161,7 +161,7 @@ def _zero(described: JobDescription) -> dict[str, Any]:
     if not layout.zero:
         return {}
     megabytes = BUCKET_MB if layout.bucket_mb is None else layout.bucket_mb
-    elements = max(1, round(megabytes * 2**20 / BYTES[described.reduce]))
+    elements = max(1, round(megabytes * 2**20 / ITEM_BYTES[described.reduce]))
     sizes = {
         "overlap_comm": layout.overlap,
         "reduce_bucket_size": elements,
@@ -173,7 +173,7 @@ def _zero(described: JobDescription) -> dict[str, Any]:
         sizes |= {
             "stage3_prefetch_bucket_size": 0 if layout.prefetch == 0 else elements,
             "stage3_param_persistence_threshold": round(
-                layout.whole_mb * 2**20 / BYTES[described.compute]
+                layout.whole_mb * 2**20 / ITEM_BYTES[described.compute]
             ),
             "stage3_max_live_parameters": 0,
             "stage3_max_reuse_distance": 0,

@@ -30,8 +30,9 @@ from piper_interop.neutral.described import (
 from piper_interop.neutral.foreign import Foreign
 from piper_interop.neutral.options import judge
 from piper_interop.neutral.system import Asked
-from piper_interop.neutral.units import BYTES, unit_mb
+from piper_interop.neutral.units import unit_mb
 from piper_ir.ground.errors import JobError
+from piper_ir.ground.sizes import ITEM_BYTES
 
 PP_FIRST = ("tp", "cp", "ep", "pp")
 """The order of axes under --use-tp-pp-dp-mapping: neighbouring stages before replicas."""
@@ -279,7 +280,7 @@ def _bucket(foreign: Foreign, found: Degrees, ep: int, zero: int) -> float | Non
     replicas = found.dp * found.cp
     if not _reduced(found, zero):
         return None
-    size = BYTES[_precision(foreign)[1]]
+    size = ITEM_BYTES[_precision(foreign)[1]]
     if sharded(foreign):
         return unit_mb(sizes(foreign), found.tp, ep, size)
     if not foreign["overlap-grad-reduce"]:

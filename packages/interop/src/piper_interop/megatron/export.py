@@ -18,9 +18,10 @@ from piper_interop.neutral.described import (
     axes_of_experts,
 )
 from piper_interop.neutral.system import Exported
-from piper_interop.neutral.units import BYTES, by_layer, unit_mb
+from piper_interop.neutral.units import by_layer, unit_mb
 from piper_interop.neutral.writer import check_batch
 from piper_ir.ground.errors import JobError
+from piper_ir.ground.sizes import ITEM_BYTES
 from piper_ir.program.ops import BESIDE, WITHIN
 from piper_ir.tools import count_text
 
@@ -286,7 +287,7 @@ def _states(described: JobDescription, options: WrittenOptions) -> None:
         _buckets(described, options)
     if plan.reduce_once and described.microbatches > 1:
         options.near('reduced_mb="step"', "Megatron's FSDP scatters gradients of each microbatch")
-    unit = unit_mb(described.sizes, plan.tp, plan.ep, BYTES[described.reduce])
+    unit = unit_mb(described.sizes, plan.tp, plan.ep, ITEM_BYTES[described.reduce])
     if plan.zero >= 2 and plan.bucket_mb != unit:
         options.near(f"bucket_mb={plan.bucket_mb or 25:g}", by_layer(plan.bucket_mb, unit))
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from piper_interop.neutral.described import USUAL_SIZES, ModelSizes
 
 MIB = 2**20
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""The bytes of an element by dtype."""
 
 
 def layer_parameters(sizes: ModelSizes) -> int:

@@ -18,9 +18,10 @@ from piper_interop.neutral.described import (
 from piper_interop.neutral.foreign import Foreign
 from piper_interop.neutral.options import judge
 from piper_interop.neutral.system import Asked
-from piper_interop.neutral.units import BYTES, unit_mb
+from piper_interop.neutral.units import unit_mb
 from piper_interop.torchtitan.table import TABLE
 from piper_ir.ground.errors import JobError
+from piper_ir.ground.sizes import ITEM_BYTES
 
 SCHEDULES = {
     "gpipe": ("gpipe", False),
@@ -54,7 +55,7 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
     params, compute = foreign["training.dtype"], foreign["training.mixed_precision_param"]
     reduce = foreign.get("training.mixed_precision_reduce", "float32") if layout.zero else params
     if layout.zero:  # FSDP gathers and reduces a layer at once
-        layout = replace(layout, bucket_mb=unit_mb(sizes, layout.tp, layout.ep, BYTES[reduce]))
+        layout = replace(layout, bucket_mb=unit_mb(sizes, layout.tp, layout.ep, ITEM_BYTES[reduce]))
     length = _integer(foreign, "training.max_context_length", "training.seq_len")
     if foreign.get("compile.enable_async_tensor_parallel"):
         layout = layout.in_pieces(layout.tp, length)

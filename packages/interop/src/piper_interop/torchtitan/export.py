@@ -7,10 +7,11 @@ from itertools import pairwise
 
 from piper_interop.neutral.described import DeviceLayout, JobDescription, axes_of_experts
 from piper_interop.neutral.system import Exported
-from piper_interop.neutral.units import BYTES, by_layer, unit_mb
+from piper_interop.neutral.units import by_layer, unit_mb
 from piper_interop.neutral.writer import check_batch
 from piper_interop.torchtitan.describe import SCHEDULES
 from piper_ir.ground.errors import JobError
+from piper_ir.ground.sizes import ITEM_BYTES
 
 FILE = "torchtitan.args"
 NAMES = {recipe: name for name, (recipe, _) in SCHEDULES.items()}
@@ -179,7 +180,7 @@ def _notes(described: JobDescription) -> Iterator[str]:
         )
         yield f"the recipe of the model needs {CONVERTERS[float8.recipe]} among its converters{leaves_out}"
     layout = described.layout
-    unit = unit_mb(described.sizes, layout.tp, layout.ep, BYTES[described.reduce])
+    unit = unit_mb(described.sizes, layout.tp, layout.ep, ITEM_BYTES[described.reduce])
     if layout.zero == 3 and layout.bucket_mb != unit:
         yield by_layer(layout.bucket_mb, unit)
     if layout.zero == 3 and described.microbatches > 1 and layout.reduce_once != (layout.pp > 1):
