@@ -189,9 +189,8 @@ def _host_seconds(
     copies = of.copied / min(links.host_bandwidth, memory) + 2 * of.buckets * links.host_latency
     zeroed = of.zeroed / (device.memory_bandwidth * memory_fraction(device, of.zeroed))
     zeroing, launch_s = launched(device, zeroed, of.buckets)
-    own = (
-        copies + of.touched / memory
-    )  # meanwhile the host issues nothing, as if these were launches
+    # Meanwhile the host issues nothing, as if these seconds were launches.
+    own = copies + of.touched / memory
     return own + zeroing, own + launch_s
 
 
