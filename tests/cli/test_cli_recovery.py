@@ -46,6 +46,11 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in lines]
 
 
+def line_of(path: Path) -> int:
+    """Return the line that raises."""
+    return next(k for k, line in enumerate(path.read_text().splitlines(), 1) if "is away" in line)
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("flag", "source"),
@@ -61,7 +66,9 @@ def test_a_training_goes_on_by_itself(flag: str, source: str, tmp_path: Path) ->
         "run", path, "--launcher", "inline", "--out", tmp_path / "runs", *saved, "--restarts", 1
     )
     assert done.exit_code == 0, done.output
-    assert f"the disk is away. Restart 1 of 1: the run goes on with {source}" in done.stderr
+    assert (
+        f"recipe.py:{line_of(path)}). Restart 1 of 1: the run goes on with {source}" in done.stderr
+    )
     again = piper("run", path, "--launcher", "inline", "--out", tmp_path / "runs")
     assert again.exit_code == 0 and losses(tmp_path / "runs" / "recipe-001") == losses(
         tmp_path / "runs" / "recipe-002"
