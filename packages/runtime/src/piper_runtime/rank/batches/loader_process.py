@@ -26,7 +26,6 @@ import torch
 
 import piper_ir.ground.errors
 from piper_ir.ground.errors import ExecutionError
-from piper_ir.tools import user_line
 from piper_runtime.rank.batches.batch_call import BatchCall
 from piper_runtime.rank.batches.loader_thread import Microbatch
 from piper_runtime.rank.sending.shipping import pack
@@ -222,5 +221,4 @@ def _prepared(call: BatchCall, step: int, mb: int, into: Microbatch) -> RaisedTh
 
 
 def _raised(error: BaseException) -> RaisedThere:
-    text = f"{error}{user_line(error)}"
-    return RaisedThere(type(error).__name__, text, "".join(traceback.format_exception(error)))
+    return RaisedThere(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
