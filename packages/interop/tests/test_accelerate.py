@@ -23,7 +23,7 @@ from piper_interop import (
     import_job,
     python,
 )
-from piper_interop.accelerate.trainer import EACH
+from piper_interop.accelerate.trainer import SYNC_EACH_BATCH
 from piper_interop.neutral.units import layer_parameters, megabytes, unit_mb, whole
 from piper_ir.ground.errors import JobError
 from tests.helpers.cases import each_case
@@ -354,7 +354,7 @@ def test_an_exported_job_is_read_back(tmp_path: Path, described: JobDescription)
         (tmp_path / name).write_text(text, encoding="utf-8")
     arguments = json.loads(files.get("training_args.json", "{}"))
     if arguments.pop("accelerator_config", None):
-        arguments[EACH] = True
+        arguments[SYNC_EACH_BATCH] = True
     sets = tuple(f"{name}={json.dumps(value)}" for name, value in arguments.items())
     again = import_job(
         "accelerate", str(tmp_path / "accelerate_config.yaml"), asked(devices=None, sets=sets)

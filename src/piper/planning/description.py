@@ -98,7 +98,7 @@ def _is_ours(job: Job) -> bool:
 
 
 def optimizer_note(job: Job) -> str:
-    """Return the note on the optimizer's numbers, of which files of other systems get the learning rate at most."""
+    """Return the note that an export leaves out the optimizer's betas and weight decay, or all numbers of one's own."""
     if _is_ours(job):
         return "AdamW has betas 0.9 and 0.95 and decays matrices by 0.1: write them into the system's options"
     return (

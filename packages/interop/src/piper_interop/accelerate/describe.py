@@ -9,7 +9,7 @@ from typing import Any
 from piper_interop.accelerate.fsdp import MESHES, STRATEGIES, fsdp, is_fsdp
 from piper_interop.accelerate.launch import float8_recipe
 from piper_interop.accelerate.table import PREFIX, TABLE, deepspeed_of
-from piper_interop.accelerate.trainer import EACH
+from piper_interop.accelerate.trainer import SYNC_EACH_BATCH
 from piper_interop.deepspeed.arguments import PREFIX as ARGUMENTS
 from piper_interop.deepspeed.describe import describe as describe_deepspeed
 from piper_interop.deepspeed.describe import offloaded, recomputes
@@ -63,7 +63,7 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
     sharding = _sharding(foreign)
     layout = _layout(foreign, devices, sharding, sizes)
     rows, count = _rows(foreign, asked, layout.replicas)
-    if sharding.zero and count > 1 and not foreign.get(f"{ARGUMENTS}{EACH}", False):
+    if sharding.zero and count > 1 and not foreign.get(f"{ARGUMENTS}{SYNC_EACH_BATCH}", False):
         layout = replace(layout, reduce_once=True)  # under no_sync, but for the last microbatch
     half = _half(foreign)
     clip = float(foreign.get(f"{ARGUMENTS}max_grad_norm", 0.0))
@@ -88,8 +88,8 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         notes=notes
         + _unsaid(foreign, sharding)
         + _kept(sharding, count)
-        + _narrow(layout, half)
-        + _buckets(layout),
+        + _narrow_shards(layout, half)
+        + _ddp_buckets(layout),
         origins=_origins(foreign),
     )
 
@@ -393,7 +393,7 @@ def _kept(sharding: FsdpSharding, microbatches: int) -> tuple[str, ...]:
     )
 
 
-def _buckets(layout: DeviceLayout) -> tuple[str, ...]:
+def _ddp_buckets(layout: DeviceLayout) -> tuple[str, ...]:
     """Return a note for the buckets that DDP has beside gradients."""
     if layout.zero or layout.replicas == 1:
         return ()
@@ -403,7 +403,7 @@ def _buckets(layout: DeviceLayout) -> tuple[str, ...]:
     )
 
 
-def _narrow(layout: DeviceLayout, half: str) -> tuple[str, ...]:
+def _narrow_shards(layout: DeviceLayout, half: str) -> tuple[str, ...]:
     """Return a note for shards of gradients that FSDP has in the dtype of parameters, behind whole sums in another."""
     if not (half and layout.reduce_once):
         return ()

@@ -37,8 +37,8 @@ ADAMW = (
 """The names of AdamW with two states of each parameter."""
 
 CHECKPOINTED = Mapped("recompute")
-SYNC = "gradient_accumulation_kwargs.sync_each_batch"
-EACH = f"accelerator_config.{SYNC}"
+_SYNC = "gradient_accumulation_kwargs.sync_each_batch"
+SYNC_EACH_BATCH = f"accelerator_config.{_SYNC}"
 """The field that asks for a reduction of the gradients of each microbatch."""
 
 SAID: dict[str, OptionSpec] = {
@@ -124,7 +124,7 @@ ACCELERATOR: dict[str, OptionSpec] = {
         COUNT.or_none,
         Unsupported("a second count of microbatches", "leave it out"),
     ),
-    SYNC: (
+    _SYNC: (
         BOOL,
         (
             Nearest(

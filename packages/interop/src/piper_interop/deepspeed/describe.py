@@ -316,10 +316,10 @@ def _unsaid(foreign: Foreign) -> tuple[str, ...]:
             "the file does not say whether the script checkpoints activations: none are computed again here, too much "
             "memory if it does (--set gradient_checkpointing=true)"
         )
-    return (*notes, *_of_states(foreign))
+    return (*notes, *_state_notes(foreign))
 
 
-def _of_states(foreign: Foreign) -> Iterator[str]:
+def _state_notes(foreign: Foreign) -> Iterator[str]:
     """Yield notes on the defaults of DeepSpeed for states that ranks share."""
     section, level = "zero_optimization.", stage(foreign)
     scatters = foreign.get(f"{section}reduce_scatter", True)

@@ -135,7 +135,7 @@ def _options(described: JobDescription) -> dict[str, Any]:
 
 
 def _summed(described: JobDescription) -> str:
-    """Return the dtype in which gradients are summed; without ZeRO DeepSpeed refuses another one than the model's."""
+    """Return the dtype in which gradients are summed: the model's without ZeRO, where DeepSpeed refuses others."""
     summed = described.accumulate or described.reduce
     return summed if described.layout.zero else described.compute
 

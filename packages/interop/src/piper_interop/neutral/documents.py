@@ -99,7 +99,7 @@ def _flat(
 
 
 def _entries(node: yaml.MappingNode, depth: int, file: str) -> list[tuple[yaml.Node, yaml.Node]]:
-    """Return keys and values of a mapping, with those that it merges; its own keys go before merged ones."""
+    """Return the keys and values of a mapping and of the mappings that it merges; of equal keys its own holds."""
     if depth > DEEPEST:
         raise JobError(f"{file}: a mapping merges others over more than {DEEPEST} levels")
     own = [(key, value) for key, value in node.value if key.tag != _MERGE]

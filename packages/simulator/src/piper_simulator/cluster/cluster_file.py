@@ -162,8 +162,12 @@ def read_cluster(path: Path, devices: Mapping[str, NodeKind]) -> Cluster:
         raise ClusterError(text if text.startswith(f"{path}: ") else f"{path}: {text}") from None
 
 
-LEAST = {"bandwidth": 1e6, "memory_bytes": 1e5, "peak_flops": 1e9}
-"""The least bytes/s, bytes and FLOP/s that are not taken for numbers of GB/s, of GB or MB, and of TFLOP/s."""
+PLAUSIBLE = {
+    "bandwidth": (1e6, "bytes/s"),
+    "memory_bytes": (1e5, "bytes"),
+    "peak_flops": (1e9, "FLOP/s"),
+}
+"""The least plausible number of each kind, and its unit: smaller ones are likely GB/s, GB or MB, and TFLOP/s."""
 
 
 def _in_other_units(cluster: Cluster) -> Iterator[str]:
@@ -176,12 +180,9 @@ def _in_other_units(cluster: Cluster) -> Iterator[str]:
         "device.peak_flops": min(min(d.peak_flops.values()) for _, d in cluster.nodes),
     }  # fmt: skip
     for name, value in found.items():
-        kind = next(kind for kind in LEAST if name.endswith(kind))
-        if value < LEAST[kind]:
-            yield f"{name} = {value:g} is hardly in {_UNITS[kind]}, its unit"
-
-
-_UNITS = {"bandwidth": "bytes/s", "memory_bytes": "bytes", "peak_flops": "FLOP/s"}
+        least, unit = next(known for kind, known in PLAUSIBLE.items() if name.endswith(kind))
+        if value < least:
+            yield f"{name} = {value:g} is hardly in {unit}, its unit"
 
 
 def _stack(file: Mapping[str, Any], where: KeyPath) -> dict[str, Any]:
