@@ -290,7 +290,7 @@ def test_the_period_where_a_stream_runs_far_ahead() -> None:
 
 
 def test_no_more_steps_run_than_show_that_they_repeat() -> None:
-    """Three of at most six; the first may differ."""
+    """One alone, and of the steps behind it the first sixteenths; the copy of the engine takes half a step."""
     build = PlanBuilder(2)
     for _ in range(40):
         build.compute(0, 1.0)
@@ -306,11 +306,8 @@ def test_no_more_steps_run_than_show_that_they_repeat() -> None:
         return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]  # typeshed leaves it out
 
     step = calls(lambda: engine.run_engine(prepared, durations, flows=found))
-    assert (
-        2.5 * step
-        < calls(lambda: engine.step_and_period(StepWork(prepared, durations, flows=found)))
-        < 4.2 * step
-    )
+    found_calls = calls(lambda: engine.step_and_period(StepWork(prepared, durations, flows=found)))
+    assert step < found_calls < 2.5 * step
 
 
 @given(seed=st.integers(0, 1 << 30))

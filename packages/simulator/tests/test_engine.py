@@ -19,6 +19,7 @@ from piper_simulator.contention.loads import TimedPiece
 from piper_simulator.contention.rates import Flow
 from piper_simulator.times import engine
 from piper_simulator.times.engine import run_engine
+from piper_simulator.times.repetition import StepEnds
 from piper_simulator.times.step_work import StepWork
 from tests.helpers.cases import each_case
 from tests.helpers.random_plans import PlanBuilder, random_launches, random_plan
@@ -135,7 +136,7 @@ def test_steps_repeat_when_all_that_is_under_way_does() -> None:
         slow = seed in (228, 1385) or (seed < 60 and seed % 3 == 0)
         issue = issue_times(prepared.offsets, 0.4 if seed == 1385 else 0.1, launches, durations)
         work = StepWork(prepared, durations, plan.hop, issue if slow else None, flows, inside)
-        with patch.object(engine._StepEnds, "seen"):
+        with patch.object(StepEnds, "seen"):
             _, period = engine.step_and_period(work)
         _, found = engine.step_and_period(work)
         assert found == pytest.approx(period, rel=1e-7)
@@ -182,7 +183,7 @@ def test_pieces_inside_of_steps_end_when_an_event_for_each_ends_them(
     oracle = {**asked, "issue": each, "launches": launches}
     whole = engine.run_engine(prepared, durations, steps=2, flows=flows, **asked)
     assert whole == simpy_engine.run_engine(prepared, durations, steps=2, flows=flows, **oracle)
-    with patch.object(engine._StepEnds, "seen"):  # so all streams have to advance alike
+    with patch.object(StepEnds, "seen"):  # so all streams have to advance alike
         work = StepWork(prepared, durations, flows=flows, **asked)
         alone, period = engine.step_and_period(work)
     assert [alone] == simpy_engine.run_engine(prepared, durations, flows=flows, **oracle)

@@ -19,11 +19,12 @@ from functools import partial
 from itertools import accumulate, repeat
 
 from piper_ir.fold.issue import Issue
-from piper_ir.fold.steady_state import host_seconds, later_half, steady
+from piper_ir.fold.steady_state import host_seconds, later_half
 from piper_ir.fold.timing import Prepared, Times
 from piper_simulator.contention.loads import TimedPiece
 from piper_simulator.contention.rates import Flow
 from piper_simulator.times.clock import EventClock
+from piper_simulator.times.repetition import EngineState, StepEnds
 from piper_simulator.times.shared_activities import SharedActivities
 from piper_simulator.times.step_work import StepWork
 
@@ -60,9 +61,10 @@ PERIOD_STEPS = 6, 16
 def step_and_period(work: StepWork) -> tuple[Times, float]:
     """Return the times of one step alone, and the period as `piper_ir.fold.steady_state.period`, but under contention.
 
-    Steps run until they repeat, to 1e-9: until the first stream to end a step finds all others and all that is under
-    way as a step ago, or else until every stream advances alike. They count as long as every stream has more to come,
-    since afterwards there is less to share with. If a stream runs so far ahead that hardly any step is left, all count.
+    Steps run until they repeat, to 1e-9: until the longest stream, at one of its `MARKS`, finds all others and all that
+    is under way as a step ago, or else until every stream advances alike. They count as long as every stream has more
+    to come, since afterwards there is less to share with. If a stream runs so far ahead that hardly any step is left,
+    all count.
 
     Steps that follow each other do the same as one alone until a stream has ended its part of it. So they go on from a
     copy of the engine at that moment.
@@ -76,7 +78,7 @@ def step_and_period(work: StepWork) -> tuple[Times, float]:
     branch = engine.branch
     assert branch is not None, "some stream has ended"
     for steps in PERIOD_STEPS:
-        ends = _StepEnds(len(prepared.streams), steps, host)
+        ends = StepEnds(len(prepared.streams), steps, host)
         branch.copied().follow(steps, ends)
         if ends.period_s is not None:
             break
@@ -87,38 +89,8 @@ def step_and_period(work: StepWork) -> tuple[Times, float]:
     return alone, later_half(ends.counted if enough else ends.rows, host)
 
 
-TOLERANCE = 1e-9
-"""The most by which steps that repeat may differ, as a fraction of a step."""
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    """Hold where an engine is at a moment: engines whose states agree go on alike.
-
-    Attributes:
-        places: where streams stand in their step, and the activities under way.
-        seconds: since when, as seen from the moment, and how much of it is left.
-        hosts: by role, when its host began with the step, as seen from the moment.
-        waited: the roles that have waited for their hosts since the state before.
-    """
-
-    now: float
-    places: tuple[object, ...]
-    seconds: list[float]
-    hosts: list[float]
-    waited: frozenset[int]
-
-    def repeats(self, before: _State) -> bool:
-        """Return whether it agrees with the one before; hosts for which nothing waited may be further ahead."""
-        slack = TOLERANCE * (self.now - before.now)
-        return (
-            self.places == before.places
-            and all(
-                [abs(a - b) <= slack for a, b in zip(self.seconds, before.seconds, strict=True)]
-            )
-            and all([a <= b + slack for a, b in zip(self.hosts, before.hosts, strict=True)])
-            and all([before.hosts[r] <= self.hosts[r] + slack for r in self.waited])
-        )
+MARKS = 16
+"""The places in a step, equally many instructions apart, at which it is compared with the step before."""
 
 
 def _no_times(prepared: Prepared, steps: int) -> list[Times]:
@@ -132,51 +104,6 @@ def _run(engine: _Engine) -> list[Times]:
     engine.finish()
     engine.drop()
     return list(engine.times)
-
-
-class _StepEnds:
-    """Collect when each stream has ended each step, until steps repeat or all have ended.
-
-    Attributes:
-        rows: by step, the end of each stream.
-        counted: the first of these, as long as every stream had more to come when a step had ended everywhere.
-        known: whether nothing more will be learnt.
-        period_s: the seconds per step once they repeat.
-    """
-
-    def __init__(self, streams: int, steps: int, host: float) -> None:
-        self.host = host
-        self.rows = [[0.0] * streams for _ in range(steps)]
-        self.counted: list[list[float]] = []
-        self.known = False
-        self.period_s: float | None = None
-        self._left = [streams] * steps
-        self._out = float("inf")  # when the first stream ended its last step
-        self._state: _State | None = None
-
-    def seen(self, state: _State) -> None:
-        """Record the state when the first stream to end a step has ended one more."""
-        before, self._state = self._state, state
-        if before is None or self.known or not state.repeats(before):
-            return
-        self.known, self.period_s = True, state.now - before.now
-
-    def ended(self, stream: int, step: int, now: float) -> None:
-        """Record that a stream has ended a step."""
-        if self.known:
-            return
-        final = step + 1 == len(self.rows)
-        self.rows[step][stream] = now
-        self._left[step] -= 1
-        if final:
-            self._out = min(self._out, now)
-        if self._left[step]:
-            return
-        if now <= self._out:
-            self.counted.append(self.rows[step])
-            self.period_s = steady(self.counted, self.host, tolerance=TOLERANCE)
-        if final or self.period_s is not None:
-            self.known = True
 
 
 @dataclass(slots=True, eq=False)
@@ -230,9 +157,21 @@ class _Stream:
         done: counts the instructions that waiters have seen done.
         at: the index of the instruction that is next or runs, in step `step`.
         began: when it began.
+        marks: the places at which the engine looks at it.
     """
 
-    __slots__ = ("at", "began", "clock", "done", "engine", "index", "part", "step", "times")
+    __slots__ = (
+        "at",
+        "began",
+        "clock",
+        "done",
+        "engine",
+        "index",
+        "marks",
+        "part",
+        "step",
+        "times",
+    )
 
     def __init__(self, engine: _Engine, index: int) -> None:
         self.engine, self.index, self.clock = engine, index, engine.clock
@@ -240,13 +179,14 @@ class _Stream:
         self.done = engine.counters[index]
         self.at = self.step = 0
         self.began = 0.0
+        self.marks: frozenset[int] = frozenset()
         self.times = engine.times[0] if engine.times else None
 
     def take(self, other: _Stream, engine: _Engine) -> None:
         """Be at the place of another stream, in an engine that has its counters."""
         self.engine, self.index, self.clock = engine, other.index, engine.clock
         self.part, self.done = other.part, engine.counters[other.index]
-        self.at, self.step, self.began = other.at, other.step, other.began
+        self.at, self.step, self.began, self.marks = other.at, other.step, other.began, other.marks
         self.times = None
 
     def go(self) -> None:
@@ -303,7 +243,7 @@ class _Stream:
         self.clock.after(wait if wait <= now or not now else 0.75 * wait, self._waited)
 
     def _waited(self) -> None:
-        self.engine.waited.add(self.part.role)
+        self.engine.waited[self.part.role] = self.clock.now
         self.go()
 
     def _ended(self) -> None:
@@ -336,8 +276,8 @@ class _Stream:
         else:
             done.count()
         self.at = at = self.at + 1
-        if engine.ends is not None and at == len(self.part.work):
-            engine.step_ended(self)
+        if at in self.marks:
+            engine.marked(self)
 
 
 class _Engine:
@@ -347,7 +287,8 @@ class _Engine:
         rest: functions that are still to be called at this moment, before the next event.
         meetings: by group, the members that have come to it.
         begun: by role, when its host begins with each step.
-        waited: the roles that have waited for their hosts since the last state.
+        waited: by role, when it has last waited for its host.
+        states: by place of the longest stream, the state when it was there last.
         branch: with `branches`, a copy of the engine when its first stream has ended all steps.
     """
 
@@ -361,15 +302,23 @@ class _Engine:
             if work.shares
             else None
         )
-        self.ends: _StepEnds | None = None
+        self.ends: StepEnds | None = None
         self.rest: deque[Callable[[], None]] = deque()
         self.counters = [_Counter(self.clock) for _ in work.parts]
         self.meetings: dict[int, _Meeting] = {}
         self.begun = self._begun()
-        self.waited: set[int] = set()
+        self.waited: dict[int, float] = {}
+        self.states: dict[int, EngineState] = {}
         self.branch: _Engine | None = None
-        self._branches, self._first = branches, -1
+        self._branches, self._first, self._longest = branches, -1, -1
         self.streams = [_Stream(self, s) for s in range(len(work.parts))]
+        if branches and self.streams:
+            for stream in self.streams:
+                stream.marks = frozenset((len(stream.part.work),))
+            longest = max(self.streams, key=lambda s: len(s.part.work))
+            self._longest = longest.index
+            size = len(longest.part.work)
+            longest.marks = frozenset([size * k // MARKS for k in range(1, MARKS + 1)])
 
     def start(self) -> None:
         """Let all streams go, in plan order."""
@@ -390,6 +339,7 @@ class _Engine:
         """Return a copy that keeps no times."""
         memo: dict[int, object] = {id(times): None for times in self.times}
         memo[id(self.times)] = ()
+        memo |= {id(state): state for state in self.states.values()}
         others = [_Stream.__new__(_Stream) for _ in self.streams]
         memo |= {id(stream): other for stream, other in zip(self.streams, others)}
         engine = deepcopy(self, memo)
@@ -397,12 +347,12 @@ class _Engine:
             other.take(stream, engine)
         return engine
 
-    def follow(self, steps: int, ends: _StepEnds) -> None:
+    def follow(self, steps: int, ends: StepEnds) -> None:
         """Go on from a branch until it is known how long steps take that follow the first."""
         self.steps, self.ends = steps, ends
         self.begun = self._begun()
         stream = self.streams[self._first]
-        self.step_ended(stream)
+        ends.ended(stream.index, stream.step, self.clock.now)
         stream.go()
         self._call_rest()
         self.clock.run()
@@ -416,16 +366,20 @@ class _Engine:
         self.streams, self.counters, self.shared = [], [], None
         self.clock.drop()
 
-    def step_ended(self, stream: _Stream) -> None:
-        """Record that a stream has ended a step now."""
-        assert self.ends is not None, "only a branch counts ends"
-        if stream.index == self._first and (state := self._state(stream.step)):
-            self.ends.seen(state)
-        self.ends.ended(stream.index, stream.step, self.clock.now)
-        self.clock.stopped = self.ends.known
+    def marked(self, stream: _Stream) -> None:
+        """Compare the engine with a step ago if the longest stream is at a mark, and record the end of a step."""
+        ends, at = self.ends, stream.at
+        if stream.index == self._longest and (state := self._state(stream.step)):
+            before, self.states[at] = self.states.get(at), state
+            if ends is not None and before is not None:
+                ends.seen(state, before)
+        if ends is not None:
+            if at == len(stream.part.work):
+                ends.ended(stream.index, stream.step, self.clock.now)
+            self.clock.stopped = ends.known
 
-    def _state(self, step: int) -> _State | None:
-        """Return the state when the first stream has ended a step; None with latencies, on which it depends, too."""
+    def _state(self, step: int) -> EngineState | None:
+        """Return the state at a mark of a step; None with latencies, on which it depends, too."""
         if self.shared is None or self.work.latency:
             return None
         now = self.clock.now
@@ -435,8 +389,7 @@ class _Engine:
             places.append((stream.at, stream.step - step, done))
         met = [(group, meeting.came) for group, meeting in sorted(self.meetings.items())]
         hosts = [begun[step] - now for begun in self.begun]
-        waited, self.waited = frozenset(self.waited), set()
-        return _State(now, (*places, *met), seconds, hosts, waited)
+        return EngineState(now, (*places, *met), seconds, hosts, dict(self.waited))
 
     def come(self, group: int, met: Callable[[float], None]) -> bool:
         """Return whether all of a group have come, so that it runs now; else `met` is called with its start."""
