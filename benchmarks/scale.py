@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from math import log
 from pathlib import Path
@@ -18,9 +19,14 @@ from benchmarks.scale_cell import PHASES
 from packages.compiler.tests.compile_cases import layered
 from piper import models
 from piper.api.captures.capturing import captured_job
+from piper.api.problems.tuning_problem import Conditions, problem_of
+from piper_autotune import Wanted
+from piper_autotune.scoring.scoring import Needs, Scored, score
 from piper_compiler import Strategy, compile_program, recipes
 from piper_ir.ground.mesh import Mesh
+from piper_ir.program.program import Program
 from piper_ir.verify import verify
+from piper_simulator import load_cluster
 
 SECONDS_GOAL, MEMORY_GOAL = Goal("below", 20.0), Goal("below", 2.0)
 SHARED_SECONDS_GOAL, SHARED_MEMORY_GOAL = Goal("below", 20.0), Goal("below", 1.5)
@@ -55,6 +61,7 @@ def rows(quick: bool) -> Iterator[Row]:
         shared = len(arguments) > 5
         goals = (SHARED_SECONDS_GOAL, SHARED_MEMORY_GOAL) if shared else (SECONDS_GOAL, MEMORY_GOAL)
         yield from cell_rows(title, cell(arguments), *goals)
+    yield from candidate_rows(1 if quick else 16)
     for name, sizes in SERIES.items():
         yield from growth_rows(name, sizes[:2] if quick else sizes, 1 if quick else 5)
 
@@ -119,6 +126,44 @@ def cell_rows(
             note="of the process, torch included",
         ),
     ]
+
+
+CANDIDATE_GOAL = Goal("below", 0.1)
+
+
+def candidate_rows(repeats: int) -> Iterator[Row]:
+    """Return what a tuner pays for a candidate of Llama 3 8B on 16 devices whose degrees it knows.
+
+    The search compiles each candidate and sweeps its step; those of its table are verified and simulated with
+    contention, too. The least of the repetitions counts.
+    """
+    job = models.job("llama3-8b", global_batch=16)
+    problem, programs = problem_of(job, Conditions(load_cluster("h100x8*2")))
+    split = (
+        piper.shard(piper.where(), stream="tokens"),
+        *recipes.one_f_one_b(pp=4, microbatches=8),
+    )
+    sharded = *recipes.data_parallel(over=("dp",), zero=1), piper.recompute(piper.where())
+    for title, items in (
+        ("", (*split, *recipes.data_parallel(over=("dp",)))),
+        (", zero=1, recompute", (*split, *sharded)),
+    ):
+        strategy = Strategy(Mesh(pp=4, dp=2, tp=2), items)
+        variants: dict[Wanted, Program | str | None] = {}
+        while isinstance(found := score(problem, strategy, variants), Needs):
+            variants[found.wanted] = programs["under"](found.wanted)
+        assert isinstance(found, Scored), found
+        for engine, goal in ((False, CANDIDATE_GOAL), (True, None)):
+            once = partial(score, problem, strategy, variants, engine)
+            yield Row(
+                "scale",
+                f"a tuner's candidate of known degrees: Llama 3 8B, pp=4, 8 microbatches, tp=2, dp=2{title}"
+                + (": verified, by events" if engine else ""),
+                min([cpu_seconds(once)[1] for _ in range(repeats)]),
+                "CPU s",
+                goal=goal,
+                note=f"least of {repeats}",
+            )
 
 
 @dataclass(frozen=True)
