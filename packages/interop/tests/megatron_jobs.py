@@ -56,7 +56,7 @@ LAYOUTS = (
     DeviceLayout(tp=2, cp=2, attention="gather", dp=2, zero=1, over_cp=True, **ALONE),
     DeviceLayout(cp=2, attention="heads", dp=4, bucket_mb=2.0),
     DeviceLayout(pp=4, dp=2, **ALONE),
-    DeviceLayout(pp=4, schedule="interleaved", chunks=2, group=5, dp=2, zero=1, bucket_mb=2.0),
+    DeviceLayout(pp=4, schedule="interleaved", chunks=2, group=6, dp=2, zero=1, bucket_mb=2.0),
     DeviceLayout(pp=4, dp=2, at=(1, 4, 6), **ALONE),
     DeviceLayout(pp=3, dp=2, **ALONE),
     DeviceLayout(pp=2, dp=2, order=PP_FIRST, **ALONE),

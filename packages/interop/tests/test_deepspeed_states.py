@@ -48,7 +48,7 @@ def test_what_deepspeed_does_with_states_by_its_defaults(
 ) -> None:
     options = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
     notes = imported("deepspeed", tmp_path, options).notes
-    found = [note for note in notes if not ("checkpoints" in note or "max_live" in note)]
+    found = [note for note in notes if not ("checkpoints" in note or "max_reuse" in note)]
     assert len(found) == len(said)
     assert all(text in note for text, note in zip(said, found, strict=True))
 

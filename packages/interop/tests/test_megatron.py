@@ -176,8 +176,8 @@ def test_shared_experts_beside_the_exchange() -> None:
         ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1",
          DeviceLayout(pp=4, dp=2, schedule="interleaved", chunks=2, **ALONE)),
         ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
-         "--microbatch-group-size-per-virtual-pipeline-stage 5",
-         DeviceLayout(pp=4, dp=2, schedule="interleaved", chunks=2, group=5, **ALONE)),
+         "--microbatch-group-size-per-virtual-pipeline-stage 6",
+         DeviceLayout(pp=4, dp=2, schedule="interleaved", chunks=2, group=6, **ALONE)),
         ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 1", DeviceLayout(pp=4, dp=2, **ALONE)),
         ("--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3",
          DeviceLayout(pp=4, dp=2, at=(1, 3, 5), **ALONE)),

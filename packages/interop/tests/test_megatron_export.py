@@ -93,7 +93,7 @@ def layouts(draw: st.DrawFn) -> DeviceLayout:
         pp=pp,
         schedule="interleaved" if chunks > 1 else "one_f_one_b",
         chunks=chunks,
-        group=draw(st.sampled_from((None, 5, 6))) if chunks > 1 else None,
+        group=draw(st.sampled_from((None, 6, 8))) if chunks > 1 else None,
         at=at,
         units=units,
         dp=dp,
@@ -149,7 +149,7 @@ def test_sizes_come_back(more: str) -> None:
     "more",
     [
         "--expert-model-parallel-size 4",
-        "--moe-layer-freq ([0]*3+[1]*5) --moe-router-topk 3 --moe-router-score-function sigmoid "
+        "--moe-layer-freq ([0]*3+[1]*5) --moe-router-topk 4 --moe-router-score-function sigmoid "
         "--moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate --moe-router-num-groups 4 "
         "--moe-router-group-topk 2 --moe-aux-loss-coeff 1e-2 --moe-router-topk-scaling-factor 2.5",
         "--moe-router-pre-softmax --moe-expert-capacity-factor 1.0 --tensor-model-parallel-size 2 --sequence-parallel",

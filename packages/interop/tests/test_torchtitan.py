@@ -84,16 +84,17 @@ def test_replicas_of_shards_are_hybrid_sharding(tmp_path):
     assert 'shard={"optim": ("dp",), "grads": ("dp",), "params": ("dp",)}' in python(described, "x")
 
 
-def test_replication_alone_computes_in_the_compute_dtype(tmp_path):
-    ddp = {"data_parallel_replicate_degree": 8, "data_parallel_shard_degree": 1}
-    changes = {f"parallelism__{name}": value for name, value in ddp.items()}
+@pytest.mark.parametrize("tp, rep", [(1, 8), (2, 4), (4, 2)])
+def test_a_mesh_of_one_shard_is_one_of_fsdp(tmp_path, tp, rep):
+    """FSDP casts and offloads there, too (torchtitan 0.3.0, models/llama3/parallelize.py)."""
+    degrees = {"data_parallel_replicate": rep, "data_parallel_shard": 1, "tensor_parallel": tp}
+    changes = {f"parallelism__{name}_degree": size for name, size in degrees.items()}
     described = imported(tmp_path, **changes)
-    assert (described.layout.zero, described.compute) == (0, "bfloat16")
-    with_tp = changes | {
-        "parallelism__data_parallel_replicate_degree": 4,
-        "parallelism__tensor_parallel_degree": 2,
-    }
-    assert imported(tmp_path, **with_tp).compute == "float32"
+    dtypes = described.params, described.compute, described.reduce
+    assert described.layout.zero == 0 and dtypes == ("float32", "bfloat16", "float32")
+    assert any("held beside those in float32" in note for note in described.notes)
+    on_host = imported(tmp_path, **changes, training__enable_cpu_offload=True)
+    assert on_host.params_on_host and on_host.optim_on_host == 1
 
 
 def test_shards_are_summed_in_the_dtype_of_parameters(tmp_path):

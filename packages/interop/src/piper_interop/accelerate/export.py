@@ -137,6 +137,7 @@ def _arguments(described: JobDescription) -> dict[str, Any]:
         "gradient_accumulation_steps": described.microbatches,
         "max_grad_norm": described.clip_norm or 0.0,
         "learning_rate": described.lr,
+        "lr_scheduler_type": "constant",
         "bf16": described.compute == "bfloat16",
         **({"fp16": True} if described.compute == "float16" else {}),
         "optim": "adamw_torch_fused",

@@ -175,7 +175,6 @@ def _zero(described: JobDescription) -> dict[str, Any]:
             "stage3_param_persistence_threshold": round(
                 layout.whole_mb * 2**20 / ITEM_BYTES[described.compute]
             ),
-            "stage3_max_live_parameters": 0,
             "stage3_max_reuse_distance": 0,
         }
     return {f"zero_optimization.{name}": value for name, value in sizes.items()}

@@ -53,9 +53,9 @@ def _takes_auto(name: str) -> bool:
 def _defaults(foreign: Foreign) -> dict[str, OptionValue]:
     """Return the defaults that are taken in the nearest form, so that the judgement names them."""
     defaults: dict[str, object] = {}
-    live = ("zero_optimization.max_live_parameters", "zero_optimization.stage3_max_live_parameters")
-    if gathers(foreign) and foreign.first(*live) is None:
-        defaults[live[1]] = MAX_REUSE
+    reuse = ("zero_optimization.max_reuse_distance", "zero_optimization.stage3_max_reuse_distance")
+    if gathers(foreign) and foreign.first(*reuse) is None:
+        defaults[reuse[1]] = MAX_REUSE
     if foreign.get("tensor_parallel.autotp_size", 0) > 1:
         defaults["tensor_parallel.vocab_parallel_lm_head"] = False
     return {name: OptionValue(value, default=True) for name, value in defaults.items()}

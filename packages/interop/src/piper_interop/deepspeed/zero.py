@@ -20,7 +20,10 @@ from piper_interop.neutral.kinds import (
 from piper_interop.neutral.options import Ignored, Mapped, Nearest, Unsupported
 
 MAX_REUSE = 10**9
-"""The parameters that stage 3 may leave gathered, by DeepSpeed's default (runtime/zero/config.py)."""
+"""The parameters between two uses of one that stage 3 leaves gathered, by DeepSpeed's default (runtime/zero/config.py).
+
+It is the most that may be gathered before stage 3 stops gathering ahead, too.
+"""
 BUCKET = 5 * 10**8
 """The elements of a bucket of gradients, likewise."""
 PREFETCH = 5 * 10**7
@@ -51,8 +54,9 @@ def gathers_not(foreign: Foreign) -> bool:
 
 
 def ahead(foreign: Foreign) -> int:
-    """Return the elements that stage 3 gathers ahead of their use."""
-    return _elements(foreign, "prefetch_bucket_size", PREFETCH)
+    """Return the elements that stage 3 gathers ahead of their use: none if nothing may be live."""
+    bound = _elements(foreign, "max_live_parameters", MAX_REUSE)
+    return min(bound, _elements(foreign, "prefetch_bucket_size", PREFETCH))
 
 
 def persistent(foreign: Foreign) -> int:
@@ -123,6 +127,15 @@ REUSED = Nearest(
     "gathering them again",
     unless=(0, None),
     when=gathers,
+)
+LIVE = (
+    Nearest(
+        "gathered ahead, however much is gathered already",
+        "predicted too fast where this bound holds gathers back",
+        unless=(0, None, MAX_REUSE),
+        when=lambda foreign: gathers(foreign) and ahead(foreign) > 0,
+    ),
+    Mapped("prefetch: nothing is gathered ahead at 0"),
 )
 FETCH = Nearest(
     "gathered in buckets by all-gathers",
@@ -242,7 +255,7 @@ SECTION: dict[str, OptionSpec] = {
         SIZE,
         Ignored("a bound on the parameters that stay whole by param_persistence_threshold"),
     ),
-    "max_live_parameters": (SIZE, REUSED),
+    "max_live_parameters": (SIZE, LIVE),
     "max_reuse_distance": (SIZE, REUSED),
     "gather_16bit_weights_on_model_save": (BOOL, CHECKPOINTS),
     "stage3_gather_fp16_weights_on_model_save": (BOOL, CHECKPOINTS),

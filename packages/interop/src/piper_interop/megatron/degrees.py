@@ -70,11 +70,6 @@ def degrees(foreign: Foreign) -> Degrees:
 def check(foreign: Foreign) -> Degrees:
     """Return the numbers of devices; raise JobError if they do not divide."""
     found = degrees(foreign)
-    for name in ("tensor-model", "pipeline-model", "context", "expert-model"):
-        if foreign[f"{name}-parallel-size"] < 1:
-            raise JobError(
-                f"{foreign.source}: --{name}-parallel-size: a number from 1 on is needed"
-            )
     product = f"tp {found.tp} x cp {found.cp} x pp {found.pp} = {found.model}"
     if not found.devices:
         raise JobError(

@@ -258,11 +258,20 @@ def _layout(foreign: Foreign, found: Degrees, asked: Asked) -> DeviceLayout:
 
 
 def _check_group(foreign: Foreign, layout: DeviceLayout, microbatches: int) -> None:
-    """Raise JobError for a group of microbatches that Megatron refuses."""
-    if layout.group is not None and not layout.pp <= layout.group <= microbatches:
+    """Raise JobError for groups of microbatches that Megatron refuses (core/pipeline_parallel/schedules.py)."""
+    if layout.chunks == 1:
+        return
+    group = layout.pp if layout.group is None else layout.group
+    if not layout.pp <= group <= microbatches:
         raise JobError(
-            f"{foreign.source}: --microbatch-group-size-per-virtual-pipeline-stage {layout.group}: a group of at least "
+            f"{foreign.source}: --microbatch-group-size-per-virtual-pipeline-stage {group}: a group of at least "
             f"pp={layout.pp} and at most all {microbatches} microbatches is needed"
+        )
+    if 0 < microbatches % group < layout.pp:
+        raise JobError(
+            f"{foreign.source}: {microbatches} microbatches in groups of {group} leave {microbatches % group}, which "
+            f"Megatron refuses: none, or at least pp={layout.pp}, are needed; give another batch, or "
+            f"--microbatch-group-size-per-virtual-pipeline-stage"
         )
 
 

@@ -59,6 +59,7 @@ def export(described: JobDescription) -> Exported:
     _offload(described, options)
     options.add("clip-grad", described.clip_norm or 0.0)
     options.add("lr", described.lr)
+    options.add("lr-decay-style", "constant")
     if described.optimizer == "muon":
         options.add("optimizer", "muon")
         options.add("muon-extra-scale-factor", 0.2)  # of piper.models.muon
@@ -232,11 +233,13 @@ def _pipeline(described: JobDescription, options: WrittenOptions) -> None:
         options.refuse(f"schedule={plan.schedule!r}", _NEAREST.get(plan.schedule, _TWICE))
         return
     chunks = plan.chunks if plan.schedule == "interleaved" else 1
-    if chunks > 1 and plan.group is not None:
-        if plan.group < plan.pp or plan.group > described.microbatches:
+    if chunks > 1:
+        group = plan.pp if plan.group is None else plan.group
+        rest = described.microbatches % group
+        if not plan.pp <= group <= described.microbatches or 0 < rest < plan.pp:
             options.refuse(
-                f"group={plan.group}",
-                f"a group from pp={plan.pp} to all {described.microbatches} microbatches",
+                f"group={group} of {described.microbatches} microbatches",
+                f"a group from pp={plan.pp} to all that leaves no microbatches over, or at least pp",
             )
         options.add("microbatch-group-size-per-virtual-pipeline-stage", plan.group)
     _stages(described, chunks, options)
@@ -298,6 +301,10 @@ def _torch_fsdp(described: JobDescription, options: WrittenOptions) -> None:
         options.refuse(
             "parameters that are gathered once a step, beside a pipeline, experts, copies or tied weights",
             "reshard=True",
+        )
+    if described.reduce != "bfloat16":
+        options.near(
+            f"gradients in {described.reduce}", "torch's FSDP2 in Megatron has bfloat16 ones"
         )
     options.add("use-torch-fsdp2")
     options.add("torch-fsdp2-no-reshard-after-forward")

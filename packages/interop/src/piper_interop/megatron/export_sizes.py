@@ -121,6 +121,7 @@ def _positions(fields: dict[str, Any], length: int, options: WrittenOptions) -> 
         return
     if fields["theta"] != int(fields["theta"]):
         options.refuse(f"theta={fields['theta']!r}", f"theta={round(fields['theta'])}")
+    options.add("rope-type", "rope" if fields["latent"] is not None else None)  # else YaRN's angles
     options.add("rotary-base", int(fields["theta"]))
     options.add("rotary-percent", fields["rotary_part"] if fields["rotary_part"] != 1 else None)
 
@@ -147,6 +148,8 @@ def _feed_forward(fields: dict[str, Any], options: WrittenOptions) -> None:
             "biases in all products, or in none but queries'",
         )
     options.add("disable-bias-linear", said == "none")
+    if kind == ("gelu", False) and said == "all":
+        options.add("no-bias-gelu-fusion")  # which is that of gelu_tanh
 
 
 def _experts(fields: dict[str, Any], options: WrittenOptions) -> None:
@@ -165,7 +168,16 @@ def _experts(fields: dict[str, Any], options: WrittenOptions) -> None:
     options.add("moe-router-pre-softmax", softmax and not own["normalized"])
     options.add("moe-router-score-function", None if softmax else "sigmoid")
     options.add("moe-router-topk-scaling-factor", own["scale"] if own["scale"] != 1 else None)
+    if softmax and top_k == 1 and own["normalized"]:
+        options.refuse("Experts(score='softmax', normalized=True, top_k=1)", "normalized=False")
     if own["groups"] != 1:
+        best = 1 if softmax else 2
+        if top_k // own["top_groups"] != best:
+            options.refuse(
+                f"Experts(top_k={top_k}, top_groups={own['top_groups']}, score={own['score']!r}): groups with the "
+                f"{'best expert' if softmax else 'two best experts'}",
+                f"top_k={best * own['top_groups']}",
+            )
         options.add("moe-router-num-groups", own["groups"])
         options.add("moe-router-group-topk", own["top_groups"])
     if own["shared_hidden"]:
@@ -174,7 +186,12 @@ def _experts(fields: dict[str, Any], options: WrittenOptions) -> None:
     options.add("moe-router-load-balancing-type", "seq_aux_loss" if own["balance"] else "none")
     options.add("moe-aux-loss-coeff", own["balance"] or None)
     options.add("moe-expert-capacity-factor", own["capacity_factor"])
-    options.add("moe-pad-expert-input-to-capacity", own["capacity_factor"] is not None)
+    if own["capacity_factor"] is not None:
+        options.add("moe-pad-expert-input-to-capacity")
+        options.add("moe-token-drop-policy", "position")
+        options.near(
+            "places of experts for the tokens of a row", "Megatron has some for a microbatch"
+        )
     options.add("moe-grouped-gemm")
     options.add("moe-token-dispatcher-type", "alltoall")
     dense = fields["dense_layers"]

@@ -34,6 +34,7 @@ _INVERTED = {
     "gradient-accumulation-fusion": "no-gradient-accumulation-fusion",
     "overlap-p2p-comm": "no-overlap-p2p-communication",
     "perform-initialization": "no-initialization",
+    "share-embeddings-and-output-weights": "untie-embeddings-and-output-weights",
 }
 """The names to which YAML gives false where the command line has an option of its own."""
 
@@ -160,7 +161,7 @@ def _of_key(key: str, value: Any, label: str, lines: dict[str, int]) -> Iterator
     name = key.removeprefix("--").replace("_", "-")
     if name in _INVERTED and isinstance(value, bool):
         name, value = _INVERTED[name], not value
-    if value is None or value is False:
+    if value is None or (value is False and row_of(TABLE, name)):
         return
     given = [] if value is True else value if isinstance(value, list) else [value]
     texts = [text for item in given for text in _texts(item, many=isinstance(value, list))]

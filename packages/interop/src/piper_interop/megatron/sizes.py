@@ -118,6 +118,16 @@ def experts(foreign: Foreign) -> ModelSizes:
     """Return the sizes of the mixture."""
     softmax = foreign["moe-router-score-function"] == "softmax"
     several = foreign["moe-router-topk"] > 1
+    limited = foreign.get("moe-router-group-topk")  # without it Megatron limits no token to groups
+    if limited and foreign.get("moe-router-num-groups") is None:
+        raise JobError(
+            f"{foreign.source}: --moe-router-group-topk {limited} needs --moe-router-num-groups"
+        )
+    if softmax and not several and not foreign["moe-router-pre-softmax"] and not _sinkhorn(foreign):
+        raise JobError(
+            f"{foreign.source}: --moe-router-topk 1 with a softmax needs --moe-router-pre-softmax, as Megatron asks: the "
+            f"share of one expert is 1, with no gradient"
+        )
     more = {
         "capacity_factor": foreign.get("moe-expert-capacity-factor"),
         "shared_hidden": foreign.get("moe-shared-expert-intermediate-size", 0),
@@ -126,8 +136,8 @@ def experts(foreign: Foreign) -> ModelSizes:
         "score": "softmax" if softmax else "sigmoid",
         "normalized": not foreign["moe-router-pre-softmax"] if softmax else several,
         "scale": foreign.get("moe-router-topk-scaling-factor", 1.0),
-        "groups": foreign.get("moe-router-num-groups", 1),
-        "top_groups": foreign.get("moe-router-group-topk", 1),
+        "groups": foreign["moe-router-num-groups"] if limited else 1,
+        "top_groups": limited or 1,
         "balance": _balance(foreign),
         "bias": not foreign["disable-bias-linear"],
         "clamp": clamp(foreign),
@@ -141,6 +151,10 @@ def experts(foreign: Foreign) -> ModelSizes:
         fields | {name: value for name, value in more.items() if value != EXPERT_DEFAULTS[name]},
         "Experts",
     )
+
+
+def _sinkhorn(foreign: Foreign) -> bool:
+    return "sinkhorn" in foreign["moe-router-load-balancing-type"]
 
 
 def dense_layers(foreign: Foreign) -> int:
@@ -223,6 +237,8 @@ def _window(foreign: Foreign) -> dict[str, Any]:
     kinds = pattern(foreign.get("window-attn-skip-freq", "1"))
     number = layers(foreign)
     every = kinds if isinstance(kinds, int) else (kinds.index(0) + 1 if 0 in kinds else 1)
+    if not every:
+        raise JobError(f"{foreign.source}: --window-attn-skip-freq 0: a number from 1 on is needed")
     said = [int(every == 1 or (layer + 1) % every != 0) for layer in range(number)]
     if isinstance(kinds, list) and kinds != said:
         raise JobError(

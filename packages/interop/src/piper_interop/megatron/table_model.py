@@ -40,6 +40,12 @@ def latent(foreign: Foreign) -> bool:
     return bool(foreign["multi-latent-attention"])
 
 
+def _groups_differ(foreign: Foreign) -> bool:
+    """Return whether Megatron's score of a group of experts is another one than that of `piper.models`."""
+    best = 1 if foreign["moe-router-score-function"] == "softmax" else 2
+    return bool(foreign["moe-router-topk"] // foreign["moe-router-group-topk"] != best)
+
+
 def clamp(foreign: Foreign) -> float | None:
     """Return the bound of the experts' gate and up products; None without one, or where nothing is added to up."""
     gated = foreign["swiglu"] or foreign["quick-geglu"]
@@ -146,7 +152,10 @@ MODEL: OptionTable = {
         Mapped("attention_bias, mlp_bias and bias of experts"),
     ),
     "add-qkv-bias": Mapped("attention_bias"),
-    "qk-layernorm": Mapped("qk_norm; norms of the latents with latent attention"),
+    "qk-layernorm": (
+        Nearest("norms of the latents", "a little too slow", unless=(True,), when=latent),
+        Mapped("qk_norm; norms of the latents with latent attention"),
+    ),
     "qk-l2-norm": Nearest("queries and keys without the norm", FAST),
     "qk-clip": Nearest("no clipping of queries and keys", FAST),
     "qk-clip-*": Ignored("a part of --qk-clip"),
@@ -243,10 +252,20 @@ MODEL: OptionTable = {
     ),
     "moe-router-topk-scaling-factor": Mapped("experts.scale"),
     "moe-router-num-groups": Mapped("experts.groups"),
-    "moe-router-group-topk": Mapped("experts.top_groups"),
+    "moe-router-group-topk": (
+        Nearest(
+            "groups with the best expert, or with the two best under a sigmoid",
+            "as fast; Megatron sums the best topk / group-topk of a group",
+            when=_groups_differ,
+        ),
+        Mapped("experts.top_groups"),
+    ),
     "moe-shared-expert-intermediate-size": Mapped("experts.shared_hidden"),
     "moe-shared-expert-gate": Mapped("experts.shared_gate"),
-    "moe-expert-capacity-factor": Mapped("experts.capacity_factor"),
+    "moe-expert-capacity-factor": Nearest(
+        "places for the tokens of a row, of which the last ones are left out",
+        "as fast; Megatron has places for those of a microbatch, and leaves out the least shares or the last ones",
+    ),
     "moe-router-load-balancing-type": (
         Nearest(
             "a router of scores and top k, without the iterations that balance it",

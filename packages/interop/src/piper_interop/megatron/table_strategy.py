@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from piper_interop.megatron.degrees import degrees
+from piper_interop.megatron.degrees import chunks, degrees
 from piper_interop.megatron.table_model import (
     FAST,
     LESS,
@@ -58,6 +58,12 @@ def replicated(foreign: Foreign) -> bool:
     """Return whether gradients are reduced at all."""
     found = degrees(foreign)
     return found.dp * found.cp > 1 and not sharded(foreign)
+
+
+def _waits_for_messages(foreign: Foreign) -> bool:
+    """Return whether stages wait for their messages: without virtual stages always (megatron/training/arguments.py)."""
+    stages = degrees(foreign).pp > 1
+    return stages and (foreign["no-overlap-p2p-communication"] or chunks(foreign) == 1)
 
 
 def _experts_differ(foreign: Foreign) -> bool:
@@ -169,7 +175,9 @@ STRATEGY: OptionTable = {
     "account-for-embedding-in-pipeline-split": Mapped("pp: at and units"),
     "account-for-loss-in-pipeline-split": Mapped("pp: at and units"),
     "pipeline-model-parallel-layout": Mapped("pp: at and units"),
-    "no-overlap-p2p-communication": Nearest("messages of the pipeline beside compute", FAST),
+    "no-overlap-p2p-communication": Nearest(
+        "messages of the pipeline beside compute", FAST, unless=(), when=_waits_for_messages
+    ),
     "overlap-p2p-communication-warmup-flush": Ignored("messages are beside compute in every phase here"),
     "use-ring-exchange-p2p": Ignored("the same messages, sent by another call"),
     "pipeline-model-parallel-comm-backend": Ignored("clusters say how fast messages are"),

@@ -6,6 +6,7 @@ The names are as on the command line without the leading dashes, with dashes for
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
 WHOLE: dict[str, int | None] = {
@@ -58,6 +59,13 @@ WHOLE: dict[str, int | None] = {
     "hysteresis": 2,
 }
 """The options of whole numbers, with the default."""
+
+FROM_0 = (
+    "mtp-num-layers", "cpu-offloading-num-layers", "num-layers-at-start-in-bf16", "num-layers-at-end-in-bf16",
+    "recompute-num-layers", "moe-shared-expert-intermediate-size", "num-experts", "ddp-bucket-size", "q-lora-rank",
+    "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers",
+)  # fmt: skip
+"""The options of whole numbers that may be 0."""
 
 REAL: dict[str, float | None] = {
     "norm-epsilon": 1e-5,
@@ -181,6 +189,7 @@ SWITCHES = (
     "cross-entropy-loss-fusion",
     "bert-no-binary-head",
     "use-tp-pp-dp-mapping",
+    "no-overlap-p2p-communication",
 )
 """The options without a value; each is off unless it is given."""
 
@@ -240,7 +249,7 @@ def _list(name: str, given: Sequence[str]) -> list[str]:
     return list(given)
 
 
-def _one(name: str, given: Sequence[str]) -> int | float | str:
+def _one(name: str, given: Sequence[str]) -> int | float | str | None:
     if len(given) != 1:
         raise WrongValueError("one value is needed")
     (word,) = given
@@ -254,7 +263,11 @@ def _one(name: str, given: Sequence[str]) -> int | float | str:
                 number: int | float = kind(word)
             except ValueError:
                 raise WrongValueError(needed) from None
-            return number
+            if name in WHOLE and number < (0 if name in FROM_0 else 1):
+                raise WrongValueError(f"a number from {0 if name in FROM_0 else 1} on is needed")
+            if not isfinite(number):
+                raise WrongValueError(needed)
+            return None if name == "moe-expert-capacity-factor" and number < 0 else number
     _check_word(name, word)
     return word
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from math import prod
+from math import inf, prod
 from typing import Any
 
 from piper_interop.neutral.described import (
@@ -53,8 +53,8 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
     sizes: ModelSizes = foreign.facts["sizes"]
     layout = _layout(foreign, asked.devices)
     params, compute = foreign["training.dtype"], foreign["training.mixed_precision_param"]
-    reduce = foreign.get("training.mixed_precision_reduce", "float32") if layout.zero else params
-    if layout.zero:  # FSDP gathers and reduces a layer at once
+    reduce = foreign.get("training.mixed_precision_reduce", "float32")
+    if layout.zero or layout.dp_replicate > 1:  # FSDP gathers and reduces a layer at once
         layout = replace(layout, bucket_mb=unit_mb(sizes, layout.tp, layout.ep, ITEM_BYTES[reduce]))
     length = _integer(foreign, "training.max_context_length", "training.seq_len")
     if foreign.get("compile.enable_async_tensor_parallel"):
@@ -70,13 +70,16 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
             "the head, whose loss is in tiles, is in bfloat16, not float8: predicted too slow"
         )
     parameters = foreign.facts["parameters"]
-    mixed = layout.zero or layout.replicas == layout.devices
-    if not mixed and compute != params:
-        # Without FSDP, and beside other axes, torchtitan casts nothing.
-        compute = params
+    # One device is a mesh of FSDP, too, which casts layer by layer.
+    on_host = bool(foreign.get("training.enable_cpu_offload", False))
+    if not layout.zero and not on_host and compute != params:
+        notes.append(
+            f"parameters in {compute} are held beside those in {params}: too much memory by "
+            f"{ITEM_BYTES[compute]} bytes per parameter; FSDP casts a layer when it runs"
+        )
     # FSDP adds what is reduced to shards in the dtype of parameters; stages of a pipeline reduce once.
-    accumulate = params if layout.zero and layout.pp == 1 and reduce != params else ""
-    norm = foreign.get("training.max_norm")
+    accumulate = params if layout.pp == 1 and reduce != params else ""
+    norm = float(foreign.get("training.max_norm") or inf)
     return JobDescription(
         name=foreign.source.partition(":")[2] or foreign.source,
         sizes=ModelSizes({**sizes.fields, "length": length, **_further(foreign)}),
@@ -89,10 +92,10 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         compute=compute,
         reduce=reduce,
         accumulate=accumulate,
-        optim_on_host=float(_on_host(foreign, layout)),
-        params_on_host=_on_host(foreign, layout),
+        optim_on_host=float(on_host),
+        params_on_host=on_host,
         float8=float8,
-        clip_norm=float(norm) if norm else None,
+        clip_norm=norm if norm < inf else None,
         lr=_rate(foreign),
         parameters=parameters if isinstance(parameters, int) else None,
         stack=_stack(foreign),
@@ -100,11 +103,6 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         loss_tiles=tiles,
         origins=_origins(foreign),
     )
-
-
-def _on_host(foreign: Foreign, layout: DeviceLayout) -> bool:
-    """Return whether states, but for gradients, are in the memory of the host: FSDP offloads them, and DDP does not."""
-    return bool(foreign.get("training.enable_cpu_offload", False)) and layout.zero > 0
 
 
 def _layout(foreign: Foreign, devices: int) -> DeviceLayout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from math import inf
 
 from piper_interop.neutral.described import DeviceLayout, JobDescription, axes_of_experts
 from piper_interop.neutral.system import Exported
@@ -69,8 +70,8 @@ def _layout_lacks(layout: DeviceLayout) -> Iterator[str]:
         yield f"zero={layout.zero}; the nearest is zero=3 with resident_mb='step'"
     if layout.cp > 1 and layout.attention != "gather":
         yield f"context_parallel(attention={layout.attention!r}); the nearest is 'gather'"
-    if layout.cp > 1 and layout.zero and not layout.over_cp:
-        yield "states that are whole along cp; the nearest shares them over dp and cp"
+    if layout.cp > 1 and not (layout.zero and layout.over_cp):
+        yield "states that are whole along cp; the nearest shares them over dp and cp, with zero=3"
     axes = axes_of_experts(layout.ep, layout.tp, layout.cp, layout.dp)
     if layout.hidden:
         yield f"experts cut over {', '.join(layout.hidden)}; the nearest has whole ones over more devices"
@@ -126,8 +127,7 @@ def _options(described: JobDescription) -> Iterator[tuple[str, object]]:
     if described.params_on_host:
         yield "training.enable_cpu_offload", True
     yield "training.mixed_precision_param", described.compute
-    if described.clip_norm:
-        yield "training.max_norm", described.clip_norm
+    yield "training.max_norm", described.clip_norm or inf  # torchtitan always clips
     shards = layout.dp if layout.zero else 1
     yield "parallelism.data_parallel_shard_degree", shards
     yield "parallelism.data_parallel_replicate_degree", layout.dp_replicate * layout.dp // shards
@@ -173,6 +173,8 @@ def _notes(described: JobDescription) -> Iterator[str]:
     float8 = described.float8
     if not described.length:
         yield "the tokens of a row are the recipe's: the job has no tokens_per_row"
+    if described.loss_tiles == 1:
+        yield "the loss is in the recipe's chunks of tokens, 8 in most: a little less memory"
     yield f"the learning rate is the recipe's: the job has {described.lr:g}"
     if float8 is not None:
         leaves_out = (

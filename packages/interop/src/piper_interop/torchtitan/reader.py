@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +89,21 @@ def _recipe(source: str, python: str) -> tuple[str, str]:
 
 def _asked(recipe: tuple[str, str], asked: Asked) -> Json:
     module, name = recipe
-    # A word without "=" is a value of the option before it, or the kind of a part: "activation-checkpoint:full".
-    sets = [
-        text if text.startswith("--") or "=" not in text else f"--{text}" for text in asked.sets
-    ]
-    return _run(["--module", module, "--config", name, *sets], asked.python)
+    return _run(["--module", module, "--config", name, *map(_word, asked.sets)], asked.python)
+
+
+def _word(text: str) -> str:
+    """Return `NAME=VALUE` as torchtitan's command line takes it: a switch is its name, or "no-" before it.
+
+    A word without "=" is a value of the option before it, or the kind of a part: "activation-checkpoint:full".
+    """
+    name, equals, value = text.partition("=")
+    if not equals:
+        return text
+    section, dot, option = name.removeprefix("--").rpartition(".")
+    if value.lower() in ("true", "false"):
+        return f"--{section}{dot}{'' if value.lower() == 'true' else 'no-'}{option}"
+    return f"--{name.removeprefix('--')}={value}"
 
 
 def every(python: str) -> Json:
@@ -116,13 +127,20 @@ def _run(arguments: list[str], python: str) -> Json:
         answer: Json = json.loads(lines[-1].removeprefix(ask.MARK))
         return answer
     told = (done.stderr.strip() or done.stdout.strip()).splitlines()
-    last = told[-1] if told else f"exit code {done.returncode}"
+    last = _reason(told) or f"exit code {done.returncode}"
     if "No module named 'torchtitan'" in last:
         raise JobError(
             f"{command[0]} has no torchtitan, whose recipes are code; install it there (pip install torchtitan), name "
             f"another interpreter with --python, or give a JSON file that `{Path(ask.__file__).name}` printed in one"
         )
     raise JobError(f"torchtitan refuses {' '.join(arguments)}: {last}")
+
+
+def _reason(lines: list[str]) -> str:
+    """Return the last line, or the first part of the box that torchtitan's parser draws around its reason."""
+    boxed = [line[1:-1].strip() for line in lines if line.startswith("│") and line.endswith("│")]
+    first = takewhile(lambda text: text.strip("─"), boxed)
+    return " ".join(first) or (lines[-1] if lines else "")
 
 
 def _kept(path: Path, asked: Asked) -> Json:

@@ -51,10 +51,6 @@ TABLE: OptionTable = {
         "all states on the host; gradients are copied there when a step ends",
         "too much memory by the shards of gradients, which FSDP copies during backward, and predicted too slow by that "
         "copy",
-        when=lambda f: any(
-            f.get(f"parallelism.{axis}_degree", 1) != 1
-            for axis in ("data_parallel_shard", "context_parallel")
-        ),
     ),
     "training.disable_cuda_graphs": Ignored("CUDA graphs save launches; a kernel stack counts these"),
     "training.dtype": Mapped("Precision(params=)"),
