@@ -114,8 +114,9 @@ def test_routers_that_megatron_refuses(more: str, complaint: str) -> None:
 )  # fmt: skip
 def test_stages_wait_for_messages_where_megatrons_do(more: str, waits: bool) -> None:
     """Without virtual stages Megatron turns the overlap off (training/arguments.py)."""
-    notes = described(f"{more} --global-batch-size 32").notes
+    notes = described(f"{more} --global-batch-size 32 --overlap-grad-reduce").notes
     assert any("messages of the pipeline" in note for note in notes) == waits
+    assert any("in the first stage alone" in note for note in notes) == ("--pipe" in more)
 
 
 def test_false_in_yaml_is_no_unknown_option(tmp_path: Path) -> None:

@@ -237,6 +237,11 @@ STRATEGY: OptionTable = {
         Nearest(
             "gradients scattered beside compute", FAST, unless=(True,), when=lambda f: f["use-megatron-fsdp"]
         ),
+        Nearest(
+            "buckets of gradients on every stage",
+            f"{FAST}: Megatron has them in the first stage alone, and elsewhere one bucket",
+            when=lambda f: replicated(f) and degrees(f).pp > 1,
+        ),
         Mapped("dp: bucket_mb, overlap; without it all gradients are one bucket, reduced behind the backward"),
     ),
     "overlap-param-gather": (
@@ -316,7 +321,7 @@ STRATEGY: OptionTable = {
     "accumulate-allreduce-grads-in-fp32": Mapped("precision: reduce"),
     "grad-reduce-in-bf16": Mapped("precision: reduce"),
     "use-precision-aware-optimizer": Ignored("its dtypes are in options of their own"),
-    "main-grads-dtype": Nearest("float32", MORE, unless=("fp32",)),
+    "main-grads-dtype": Nearest("float32, also in messages", f"{MORE}, and {SLOW}", unless=("fp32",)),
     "main-params-dtype": Nearest("float32", MORE, unless=("fp32",)),
     "exp-avg-dtype": Nearest("float32", MORE, unless=("fp32",)),
     "exp-avg-sq-dtype": Nearest("float32", MORE, unless=("fp32",)),
