@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper
 from piper import Checkpoints, Job, LossScale, Mesh, Precision, Strategy, recipes
-from piper_ir.ground.errors import JobError, NonFiniteLossError
+from piper_ir.ground.errors import CaptureError, JobError, NonFiniteLossError
 from piper_ir.program.ops import Seed, Update
 from piper_ir.verify import check
 from tests.helpers import parity
@@ -157,3 +159,63 @@ def test_a_plan_of_another_job_is_refused() -> None:
             steps=1,
             launcher="inline",
         )
+
+
+def of_classes(output: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean over the rows that count, of which the batch decides the number."""
+    return F.cross_entropy(output.float(), classes(targets))
+
+
+def of_pairs(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    own = classes(targets)
+    return F.cross_entropy(output.float(), own, reduction="sum"), (own >= 0).sum()
+
+
+def classes(targets: Tensor) -> Tensor:
+    return torch.where(targets[:, 1] > 1, -100, targets.argmax(1))
+
+
+@pytest.mark.parametrize("loss", [of_classes, of_pairs])
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_scale_multiplies_the_mean_and_not_the_sum(plan: str, loss: Any) -> None:
+    """Return to the scales of a loop with torch's GradScaler: at the first ones a sum would overflow, too."""
+    scale = LossScale(initial=2.0**18, interval=3)
+    source = job(Precision(compute="float16", loss_scale=scale), loss=loss)
+    _, records = trained(source, PLANS[plan])
+    expected = scales_of_a_loop(scale)
+    assert [r.loss_scale for r in records] == expected[0]
+    assert [r.skipped for r in records] == expected[1]
+    assert any(expected[1]) and not all(expected[1])
+
+
+def scales_of_a_loop(scale: LossScale) -> tuple[list[float], list[bool]]:
+    """Return the scale of each step, and whether it was skipped, on one device in plain torch."""
+    torch.manual_seed(job(Precision()).seed)
+    model = Layers()
+    optimizer = sgd(list(model.named_parameters()))
+    scaler = torch.amp.GradScaler(
+        "cpu", scale.initial, scale.growth, scale.backoff, growth_interval=scale.interval
+    )
+    scales, skipped = [], []
+    for step in range(STEPS):
+        x, y = batch(step, range(ROWS))
+        half = copy.deepcopy(model).half()
+        scales.append(scaler.get_scale())
+        scaler.scale(of_classes(half(x.half()), y)).backward()
+        for master, copied in zip(model.parameters(), half.parameters(), strict=True):
+            master.grad = None if copied.grad is None else copied.grad.float()
+        scaler.step(optimizer)
+        scaler.update()
+        skipped.append(scaler.get_scale() < scales[-1])
+    return scales, skipped
+
+
+def test_a_divisor_of_the_model_is_refused_beside_a_scale() -> None:
+    """The scale would multiply the sum."""
+
+    def loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return losses(output, targets).sum(), output.detach().abs().sum()
+
+    with pytest.raises(CaptureError, match="which it may not beside a scale of the loss"):
+        piper.compile(job(Precision("float64", loss_scale=2.0), loss=loss), PLANS["dp"])
+    piper.compile(job(Precision("float64"), loss=loss), PLANS["dp"])

@@ -280,4 +280,5 @@ def _capture(job: Job, evaluating: bool = False) -> Traced:
             metrics=of_outputs(job.metrics),
             evaluating=evaluating,
             whole_batch=job.loss_over == "batch",
+            scaled=dtypes.scaling is not None and not evaluating,
         )

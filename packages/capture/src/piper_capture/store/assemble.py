@@ -67,6 +67,7 @@ class TraceOptions(TypedDict, total=False):
     metrics: OutputMetrics
     evaluating: bool
     whole_batch: bool
+    scaled: bool
     adding: AuxiliaryForm
 
 
@@ -94,6 +95,7 @@ def trace(
     metrics: OutputMetrics = NONE,
     evaluating: bool = False,
     whole_batch: bool = True,
+    scaled: bool = False,
     adding: AuxiliaryForm = "",
 ) -> Traced:
     """Trace the training step `loss(model(inputs), targets)` as chunks with exact sizes.
@@ -119,6 +121,8 @@ def trace(
         metrics: functions of (output, targets) whose values are scalars beside the loss.
         evaluating: whether the model is in eval mode, as it is when it is evaluated.
         whole_batch: whether the loss is the loss of the whole batch; else it is the mean over microbatches.
+        scaled: whether the backward starts from a scale of the loss, which then multiplies a mean, not a sum that is
+            divided in the end.
         adding: the kind of the auxiliary gradients that the model adds, beside which the loss needs another form. A
             model that has some is traced again so.
 
@@ -136,7 +140,9 @@ def trace(
         if statistics:
             mark_averages(forward)
         forward = (
-            over_whole_batch(forward, adding) if whole_batch else over_microbatches(forward, adding)
+            over_whole_batch(forward, adding, scaled=scaled)
+            if whole_batch
+            else over_microbatches(forward, adding, scaled=scaled)
         )
         forward = with_metrics_of_batch(forward)
         for rows in TRACE_ROWS[0]:
@@ -161,6 +167,7 @@ def trace(
                 "wide": wide,
                 "float8": float8,
                 "whole_batch": whole_batch,
+                "scaled": scaled,
             }
             how |= {
                 "most": most,

@@ -41,14 +41,17 @@ BENT_REASON = (
 )
 
 
-def over_whole_batch(forward: Forward, adding: AuxiliaryForm = "") -> Forward:
+def over_whole_batch(
+    forward: Forward, adding: AuxiliaryForm = "", *, scaled: bool = False
+) -> Forward:
     """Return the graph with a loss that adds up over microbatches to the loss of the whole batch.
 
     A mean over rows stays as it is, and so does a pair of the user's. `adding` is the kind of auxiliary gradients that
     the model adds to the gradients of the loss: they may not be divided by the weight of a pair, nor may gradients that
-    are rounded by their size. Raises CaptureError, with the line, for a loss that is another function of the rows.
+    are rounded by their size, or that overflow if a scale multiplies the sum (`scaled`). Raises CaptureError, with the
+    line, for a loss that is another function of the rows.
     """
-    undivided = bool(adding) or forward.quantised
+    undivided = bool(adding) or forward.quantised or scaled
     if forward.weight is not None:
         if not undivided:
             return replace(
@@ -79,8 +82,12 @@ def over_whole_batch(forward: Forward, adding: AuxiliaryForm = "") -> Forward:
     return _beside(rewritten, adding)
 
 
-def over_microbatches(forward: Forward, adding: AuxiliaryForm = "") -> Forward:
+def over_microbatches(
+    forward: Forward, adding: AuxiliaryForm = "", *, scaled: bool = False
+) -> Forward:
     """Return the graph with a loss whose mean over microbatches is trained, or a pair of the user's."""
+    if forward.weight is not None and scaled:
+        return over_whole_batch(forward, adding, scaled=True)
     if forward.weight is not None:
         return replace(forward, loss_kind="sum", sums=True)
     return _beside(forward, adding)
@@ -124,10 +131,12 @@ def _written(forward: Forward, found: Dependences, *, undivided: bool) -> Forwar
     if added_up is not None:
         return added_up
     if any(found.of[d].model for d in _divisors(forward, found)):
-        raise _refused(
-            forward.loss,
-            "the loss divides by a number that the model makes, and has other terms beside",
+        beside = (
+            "which it may not beside a scale of the loss, products in float8 or gradients that the model adds"
+            if undivided
+            else "and has other terms beside"
         )
+        raise _refused(forward.loss, f"the loss divides by a number that the model makes, {beside}")
     return Totals(forward, found).written()
 
 

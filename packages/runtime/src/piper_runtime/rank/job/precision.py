@@ -162,6 +162,7 @@ class Precision:
     def key(self) -> str:
         """Return the text of everything that a capture depends on."""
         more = f" {self.float8}" if self.float8 is not None else ""
+        more += " scaled" if self.scaling is not None else ""
         return f"{self.compute_dtype} {self.accumulate_dtype} {self.batch_dtype} {list(self.keep.items())}{more}"
 
 
