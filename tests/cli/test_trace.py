@@ -22,6 +22,12 @@ def test_the_command_compares_and_calibrates(recipe: Path, tmp_path: Path) -> No
     assert facts["missing"] == [] and facts["step_s"]["measured"] > 0
     assert command("simulate", recipe, "--costs", costs).exit_code == 0
     fails(command("trace", *traces, "--calibrate", costs), "--calibrate", "--job FILE.py")
+    wide = tmp_path / "wide.py"
+    wide.write_text(
+        recipe.read_text(encoding="utf-8").replace("Linear(4, 4)", "Linear(4, 4, bias=False)")
+    )
+    refused = command("trace", *traces, "--job", wide, "--calibrate", costs)
+    fails(refused, "its model or loss is another one")
     for parts in (1, 4):
         text = recipe.read_text(encoding="utf-8")
         other = tmp_path / f"other{parts}.py"

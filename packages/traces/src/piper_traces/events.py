@@ -96,6 +96,7 @@ class RankEvents:
         on_device: whether `events` are of an accelerator; else they are of the CPU.
         ranges: ranges on the host, without steps and messages.
         steps: (number, start, end) of each step that the profiler has marked.
+        program: the key of the program of a run of Piper's; "" for other runs.
     """
 
     path: str
@@ -107,3 +108,4 @@ class RankEvents:
     events: Sequence[DeviceEvent] = ()
     ranges: Sequence[HostEvent] = ()
     steps: Sequence[tuple[int, float, float]] = ()
+    program: str = ""

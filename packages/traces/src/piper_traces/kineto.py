@@ -139,6 +139,7 @@ def _events(
         sorted(found, key=lambda e: e.start),
         sorted(ranges, key=lambda r: r.start),
         sorted(steps, key=lambda s: s[1]),
+        str(document.get("piper_program", "")),
     )
 
 

@@ -135,7 +135,9 @@ class _Beside:
     def _write(self, matched: Matched) -> None:
         a = self._asked
         if a.calibrate is not None:
-            if found := differences(matched):
+            others = {r.program for r in self._ranks} - {"", self._plan.program_key}
+            found = ["its model or loss is another one"] * bool(others) + differences(matched)
+            if found:
                 raise FormatError(
                     f"--calibrate: the trace is of another job or strategy: {'; '.join(found)}; give the file and "
                     f"parameters that ran"

@@ -43,10 +43,10 @@ def ranged(name: str, call: Callable[[], T], *, nvtx: bool = False) -> Callable[
 
 
 @contextmanager
-def profiled(folder: Path, rank: int, step: int) -> Iterator[None]:
+def profiled(folder: Path, rank: int, step: int, program: str) -> Iterator[None]:
     """Write a trace of torch's profiler of one step to `folder`/rank{r}_trace.json.gz, from all threads.
 
-    The step is marked as torch's own schedule marks it, so that other readers of such traces find it, too.
+    It has the key of the plan's program as `piper_program`. The step is marked as torch's own schedule marks it, so that other readers of such traces find it, too.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it prints when it starts and stops
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -56,6 +56,7 @@ def profiled(folder: Path, rank: int, step: int) -> Iterator[None]:
     with torch.profiler.profile(
         activities=activities, record_shapes=True, experimental_config=everywhere
     ) as profiler:
+        profiler.add_metadata("piper_program", program)
         with torch.profiler.record_function(f"ProfilerStep#{step}"):
             yield
         if torch.cuda.is_initialized():

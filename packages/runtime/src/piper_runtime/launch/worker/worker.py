@@ -229,7 +229,7 @@ def _train(
         if len(report.core_s) == WARMUP_STEPS:
             warm = core_waits_of_all()
         before = waited()
-        with _observation(options, bound.rank, step):
+        with _observation(options, bound, step):
             engine.step(
                 step,
                 traced=options.trace and step == options.numbers[-1],
@@ -251,11 +251,11 @@ def _train(
     report.close(bound, engine.spans, counter)
 
 
-def _observation(options: RunOptions, rank: int, step: int) -> AbstractContextManager[None]:
+def _observation(options: RunOptions, bound: Rank, step: int) -> AbstractContextManager[None]:
     """Return the profiler for the last step, if it is asked for."""
     if options.profiler is None or step != options.numbers[-1]:
         return nullcontext()
-    return profiled(Path(options.profiler), rank, step)
+    return profiled(Path(options.profiler), bound.rank, step, bound.plan.program_key)
 
 
 class _Evaluator:
