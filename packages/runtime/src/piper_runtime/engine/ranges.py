@@ -46,7 +46,8 @@ def ranged(name: str, call: Callable[[], T], *, nvtx: bool = False) -> Callable[
 def profiled(folder: Path, rank: int, step: int, program: str) -> Iterator[None]:
     """Write a trace of torch's profiler of one step to `folder`/rank{r}_trace.json.gz, from all threads.
 
-    It has the key of the plan's program as `piper_program`. The step is marked as torch's own schedule marks it, so that other readers of such traces find it, too.
+    It has the key of the plan's program as `piper_program`. The step is marked as torch's own schedule marks it, so
+    that other readers of such traces find it, too.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it prints when it starts and stops
     activities = [torch.profiler.ProfilerActivity.CPU]
