@@ -94,7 +94,16 @@ def test_a_run_keeps_its_weights_for_a_next_one(recipe: Path, tmp_path: Path) ->
 
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", ["processes", "inline"])
-def test_an_interrupted_run_keeps_its_weights(launcher: str, recipe: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("asked", "code", "said"),
+    [
+        (signal.SIGINT, 130, "piper: interrupted\n"),
+        (signal.SIGTERM, 143, "piper: ended by SIGTERM\n"),
+    ],
+)
+def test_an_interrupted_run_keeps_its_weights(
+    launcher: str, asked: signal.Signals, code: int, said: str, recipe: Path, tmp_path: Path
+) -> None:
     more = ["--launcher", launcher, "--steps", "1000000", "--out", str(tmp_path / "runs")]
     command = [sys.executable, "-m", "piper", "run", str(recipe), *more]
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -102,9 +111,9 @@ def test_an_interrupted_run_keeps_its_weights(launcher: str, recipe: Path, tmp_p
     assert started.stdout is not None
     while not started.stdout.readline().startswith("step    3"):
         assert started.poll() is None
-    started.send_signal(signal.SIGINT)
+    started.send_signal(asked)
     out, errors = started.communicate(timeout=60)
-    assert started.returncode == 130 and errors.endswith("piper: interrupted\n"), errors
+    assert started.returncode == code and errors.endswith(said), errors
     weights = tmp_path / "runs" / "recipe-001" / "weights.pt"
     assert f"weights are in {weights}" in out and torch.load(weights, weights_only=True)
 

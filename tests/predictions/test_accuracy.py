@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import isnan
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from piper.cli import app
+from piper.cli.actions.scoring import _doubtful
 from piper.published import plans
 from piper.published.convert import cluster_of, model_of, readings, row, stack_for
 from piper.published.fitting import fit
@@ -288,10 +290,28 @@ def test_tables_as_spreadsheets_write_them(tmp_path: Path) -> None:
         read_rows(file)
 
 
+@each_case(
+    ("written", "said"),
+    [
+        ((",", ";"), "separated by ';'"),
+        (("case,", " Case,"), "the column ' Case' is called 'case'"),
+        ((",zero,", ",Zero,"), "the column 'Zero' is called 'zero'"),
+    ],
+)
+def test_columns_that_are_nearly_named(tmp_path: Path, written: tuple[str, str], said: str) -> None:
+    file = tmp_path / "runs.csv"
+    write_rows(file, [TINY])
+    file.write_text(file.read_text(encoding="utf-8").replace(*written), encoding="utf-8")
+    with pytest.raises(JobError, match=said):
+        read_rows(file)
+
+
 def test_few_runs_and_unknown_constants_are_refused(tiny: PublishedRow) -> None:
     stack = SOFTWARE["blackwell-megatron"]
     with pytest.raises(JobError, match="at least 5 runs of 2 models; these are 4 runs of 1"):
         fit([tiny] * 4, stack, ["matmul"], _made)
+    with pytest.raises(JobError, match="these are 6 runs of 1"):
+        fit([replace(tiny, seq=256 * k) for k in range(1, 7)], stack, ["matmul"], _made)
     models = [replace(tiny, layers=k) for k in range(1, 7)]
     with pytest.raises(JobError, match="--free speed"):
         fit(models, stack, ["speed"], _made)
@@ -391,6 +411,33 @@ def test_the_command_writes_the_table_and_says_how_well(tiny: PublishedRow, tmp_
         shown = CliRunner().invoke(app, ["accuracy", str(table), *flags])
         found = shown.output.count("not for b200-sxm, of 1 row, so that the interval is as wide")
         assert found == told and shown.exit_code == 0, (flags, shown.output)
+        assert "1 row (a): predicted is a step that is more than 3 times away" in shown.output
     missing = CliRunner().invoke(app, ["accuracy", str(table), "--rows", "x*"])
     assert missing.exit_code == 2 and "no case fits" in missing.output
     assert [r.case for r in read_rows(table, "b")] == ["b"]
+
+
+def test_what_was_predicted_before_an_interrupt_is_kept(
+    tiny: PublishedRow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, out = tmp_path / "runs.csv", tmp_path / "out.csv"
+    of_hopper = {**TINY, "stack": "hopper-nemo", "peak_gib": "", "step_s": ""}
+    write_rows(table, [of_hopper, {**of_hopper, "case": "b", "hidden": "1024"}])
+
+    def once(row: PublishedRow, **how: Any) -> RunPrediction:
+        if row.case == "b":
+            raise KeyboardInterrupt
+        return predict(row, **how)
+
+    monkeypatch.setattr("piper.cli.actions.scoring.predict", once)
+    done = CliRunner().invoke(app, ["accuracy", str(table), "--out", str(out)])
+    assert done.exit_code == 130 and "interrupted behind 1 of 2 rows" in done.output
+    assert "hopper-nemo hold for" in done.output, "a stack that a row names is judged, too"
+    assert [row["case"] for row in csv.DictReader(out.open())] == ["a"]
+
+
+def test_a_run_that_was_measured_fits(tiny: PublishedRow) -> None:
+    large = replace(tiny, hidden=16384, layers=200, seq=4096, step_s=1.0)
+    [said] = _doubtful([RunPrediction(large, (1.0,), 0.9, 1.1, peak_gib=1000.0)], None)
+    assert "1 row (a): predicted is more memory than the device has" in said
+    assert not _doubtful([RunPrediction(large, (1.0,), 0.9, 1.1, peak_gib=1.0)], None)

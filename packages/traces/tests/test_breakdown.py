@@ -14,6 +14,7 @@ import pytest
 from packages.traces.tests.kineto_files import KinetoFile
 from piper_ir.ground.errors import FormatError
 from piper_traces import breakdown, read_events, read_ranks, stragglers
+from piper_traces.events import kind_of
 
 
 @pytest.fixture
@@ -137,3 +138,19 @@ def test_json_without_an_object_of_its_own_is_read(path: Path) -> None:
     document = json.loads(gzip.decompress(path.read_bytes()))
     path.write_text(json.dumps(document["traceEvents"]))
     assert read_events(path).rank == 0  # by the name of the file
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten::normal_", "other"),
+        ("void distribution_elementwise_grid_stride_kernel<normal_and_transform>", "other"),
+        ("aten::linalg_vector_norm", "other"),
+        ("multi_tensor_apply_kernel<LpNormFunctor>", "optimizer"),
+        ("vectorized_layer_norm_kernel", "norm"),
+        ("aten::native_batch_norm", "norm"),
+        ("RmsNormFwd", "norm"),
+    ],
+)
+def test_draws_and_gradient_norms_are_no_norms_of_layers(name: str, kind: str) -> None:
+    assert kind_of(name) == kind

@@ -9,7 +9,14 @@ from contextlib import nullcontext
 import typer
 
 from piper.cli.commands import app
-from piper.cli.interrupts import INTERRUPTED, TERMINATED, hear, leave, left_in_native_code
+from piper.cli.interrupts import (
+    INTERRUPTED,
+    TERMINATED,
+    hear,
+    is_terminated,
+    leave,
+    left_in_native_code,
+)
 from piper.cli.messages import user_errors
 from piper.cli.pipes import keep_for_json, open_output
 from piper_ir.tools import no_garbage_collection
@@ -42,8 +49,9 @@ def _run() -> None:
                 sys.stdout.flush()
         except typer.Exit as lost:  # what was printed is written here, unless it is unbuffered; typer has ended already
             sys.exit(lost.exit_code)
-        if e.code in (INTERRUPTED, TERMINATED) or (
-            isinstance(e.code, int) and e.code and left_in_native_code()
+        code = TERMINATED if e.code == INTERRUPTED and is_terminated() else e.code
+        if code in (INTERRUPTED, TERMINATED) or (
+            isinstance(code, int) and code and left_in_native_code()
         ):
-            leave(e.code)
-        raise
+            leave(code)
+        sys.exit(code)

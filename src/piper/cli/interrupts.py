@@ -24,10 +24,22 @@ AGAIN_S = 0.05
 """The seconds until an interrupt that was dropped is raised again."""
 
 
-END_S = 5.0
-"""The seconds that a command may take to end in order after SIGTERM; batch systems kill after 10 to 30."""
+END_S, IN_ORDER_S = 5.0, 25.0
+"""The seconds until a command ends after SIGTERM that its main thread has not heard, and after one that it has.
+
+Batch systems kill after 10 to 30; until then a run finishes its step and saves, and a search shows its best.
+"""
 IN_NATIVE_CODE = ("piper rank", "piper store")
 """The names of threads that may wait in native code for a peer that is gone, as under torchrun."""
+
+
+_asked = threading.Event()
+
+
+class _Terminated(KeyboardInterrupt, SystemExit):
+    """Ask to end as Ctrl-C does, with the exit code of SIGTERM where nobody answers."""
+
+    code = TERMINATED
 
 
 def hear() -> None:
@@ -52,6 +64,11 @@ def leave(code: int = INTERRUPTED) -> None:
         os._exit(code)
 
 
+def is_terminated() -> bool:
+    """Return whether the command was asked to end by SIGTERM."""
+    return _asked.is_set()
+
+
 def left_in_native_code() -> bool:
     """Return whether a rank's thread is still in a run that has ended without it."""
     return any(thread.name in IN_NATIVE_CODE for thread in threading.enumerate())
@@ -65,14 +82,18 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:
-    """End as after an interrupt: workers and Ray are ended on the way out."""
+    """End as after an interrupt: a run finishes its step, and workers and Ray are ended on the way out."""
     if (
         os.environ.get("RANK", "0") == "0"
     ):  # torchrun ends all ranks at once, and one line is enough
         os.write(2, b"piper: ended by SIGTERM\n")
     if _importing("torch"):
         os._exit(TERMINATED)
-    raise SystemExit(TERMINATED)
+    _asked.set()
+    interrupted = signal.getsignal(signal.SIGINT)
+    if not callable(interrupted) or interrupted in (_interrupted, signal.default_int_handler):
+        raise _Terminated
+    interrupted(number, frame)  # a run in this process, which ends with its step
 
 
 def _end_in_time() -> None:
@@ -92,6 +113,8 @@ def _end_in_time() -> None:
         while received := os.read(reading, 1):
             if received[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is _terminated:
                 time.sleep(END_S)
+                if _asked.is_set():
+                    time.sleep(IN_ORDER_S - END_S)
                 os._exit(TERMINATED)
 
     Thread(target=listen, name="piper end", daemon=True).start()

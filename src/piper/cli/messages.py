@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from piper.cli.interrupts import INTERRUPTED
+from piper.cli.interrupts import INTERRUPTED, is_terminated
 from piper.cli.run_arguments import OF_EXECUTE
 from piper_ir.ground.errors import PiperError, PiperWarning
 from piper_ir.tools import clear_line, shown_while_working
@@ -124,5 +124,6 @@ def user_errors(options: Container[str] | None = None) -> Iterator[None]:
             print(f"piper: {in_flags(str(e), options)}", file=sys.stderr)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
-        print("piper: interrupted", file=sys.stderr)
+        if not is_terminated():  # which is said already
+            print("piper: interrupted", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None

@@ -75,7 +75,7 @@ def fit(rows: Sequence[PublishedRow], stack: Stack, free: Sequence[str], predict
         JobError: too few runs or models, a constant that the stack lacks, or a run that cannot be predicted.
     """
     rows = [r for r in rows if r.step_s is not None]
-    models = {(r.hidden, r.layers, r.seq, r.arch) for r in rows}
+    models = {(r.hidden, r.ffn, r.layers, r.arch, r.experts) for r in rows}
     if len(rows) < LEAST_ROWS or len(models) < LEAST_MODELS:
         raise JobError(
             f"a stack is fitted to at least {LEAST_ROWS} runs of {LEAST_MODELS} models; these are {len(rows)} runs of "

@@ -182,6 +182,14 @@ def read_rows(path: Path, only: str = "*") -> list[PublishedRow]:
     reader = csv.DictReader([x for _, x in numbered])
     columns = list(reader.fieldnames or ())
     missing = [name for name in _NEEDED if name not in columns]
+    if missing and len(columns) == 1 and (mark := next((m for m in ";\t|" if m in columns[0]), "")):
+        raise JobError(
+            f"{path}: the cells are separated by {mark!r}; separate them by commas, with a point in numbers"
+        )
+    plain = {name.strip().lower().replace(" ", "_"): name for name in columns if name}
+    known = {*COLUMNS, "stack"}
+    if near := [(n, as_is) for n, as_is in plain.items() if n in known and as_is not in known]:
+        raise JobError(f"{path}: the column {near[0][1]!r} is called {near[0][0]!r}; write it so")
     if missing:
         raise JobError(
             f"{path}: the columns {', '.join(missing)} are missing; docs/accuracy.md lists all columns"

@@ -42,7 +42,7 @@ def breakdown_tables(ranks: Sequence[Breakdown]) -> Iterator[Table]:
     worst = max(ranks, key=lambda b: b.exposed_s)
     if worst.traffic:
         yield Table(
-            f"messages of rank {worst.rank}, which waits longest for them",
+            f"messages of {f'rank {worst.rank}' if worst.rank >= 0 else 'a rank'}, which waits longest for them",
             ("group", "op", "per step", "bytes", "time", "exposed"),
             tuple(
                 (

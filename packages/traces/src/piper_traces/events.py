@@ -15,7 +15,7 @@ _KINDS: tuple[tuple[EventKind, str], ...] = (
     ("copy", r"^mem(cpy|set)|^memory"),
     ("attention", r"flash|fmha|attention|cudnn_generated_fort_native_sdpa|cudnn.*sdpa"),
     ("product", r"gemm|cutlass|xmma|cublas|nvjet|wgmma|gemv|_mm_|matmul|convol|conv.*kernel|wgrad|dgrad|fprop|^aten::\w*mm_?$"),
-    ("norm", r"norm|rms_|batch_norm|bn_(fw|bw)|welford"),
+    ("norm", r"(?<!foreach_)(?<!vector_)(?<!lp)norm(?!al)|rms_|bn_(fw|bw)|welford"),
     ("optimizer", r"adam|sgd|lamb|multi_tensor_apply"),
 )  # fmt: skip
 """The kinds by parts of kernels' names, the first that applies.

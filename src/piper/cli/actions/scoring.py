@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from math import log
 from pathlib import Path
 from typing import Any
 
 from piper.api.ground.results import writing
 from piper.cli.accuracy_options import AccuracyArguments
+from piper.cli.interrupts import INTERRUPTED
 from piper.cli.pipes import show_json
 from piper.published.convert import cluster_of, readings, stack_named
 from piper.published.fitting import fit
@@ -45,22 +47,33 @@ def accuracy(arguments: AccuracyArguments) -> int:
                 raise JobError(f"{flag} {file} is the table itself; name another file")
     if a.fit is not None:
         return _fitted(a, rows, stack)
-    by_row = {}
-    for k, at in enumerate(by_model(rows)):
-        with working(f"row {k + 1} of {len(rows)}"):
-            by_row[at] = predict(rows[at], stack=stack)
-    predictions = [by_row[at] for at in range(len(rows))]
+    by_row: dict[int, RunPrediction] = {}
+    interrupted = False
+    try:
+        for k, at in enumerate(by_model(rows)):
+            with working(f"row {k + 1} of {len(rows)}"):
+                by_row[at] = predict(rows[at], stack=stack)
+    except KeyboardInterrupt:  # minutes of work are shown and kept
+        interrupted = True
+        if not by_row:
+            raise
+    predictions = [by_row[at] for at in sorted(by_row)]
     found = scores(predictions)
     if a.out is not None:
         with writing(a.out):
             own = {"stack": a.stack} if a.stack is not None else {}
-            write_rows(a.out, [p.columns() | ({} if p.refused else own) for p in predictions])
+            write_rows(a.out, [p.columns() | own for p in predictions])
+    warnings = [*_elsewhere(predictions, stack), *_doubtful(predictions, stack)]
+    if interrupted:
+        warnings.append(f"warning: interrupted behind {len(predictions)} of {len(rows)} rows")
     if a.as_json:
-        warned = [text.removeprefix("warning: ") for text in _elsewhere(predictions, stack)]
+        warned = [text.removeprefix("warning: ") for text in warnings]
         show_json({**_numbers(found), "warnings": warned})
     else:
-        show(prediction_table(predictions, _elsewhere(predictions, stack)))
+        show(prediction_table(predictions, warnings))
         show(score_table(found))
+    if interrupted:
+        return INTERRUPTED
     missed = a.at_most is not None and (found.macro is None or found.macro > a.at_most)
     return int(missed)
 
@@ -81,18 +94,47 @@ def _check_together(a: AccuracyArguments) -> None:
 
 
 def _elsewhere(predictions: Sequence[RunPrediction], stack: Stack | None) -> list[str]:
-    """Return a warning if the stack of --stack has constants of other devices than some of the rows."""
-    if stack is None:
-        return []
-    devices = [cluster_of(p.row, stack).device.name for p in predictions if not p.refused]
-    others = [device for device in devices if not holds_for(stack, device)]
-    if not others:
-        return []
+    """Return a warning for each stack, of --stack or of a row, that has constants of other devices than its rows."""
+    others: dict[str, tuple[Stack, list[str]]] = {}
+    for p in predictions:
+        if p.refused:
+            continue
+        device = cluster_of(p.row, stack).device
+        if device.stack is not None and not holds_for(device.stack, device.name):
+            others.setdefault(device.stack.name, (device.stack, []))[1].append(device.name)
     return [
-        f"warning: the constants of {stack.name} hold for {', '.join(stack.devices)} and not for "
-        f"{', '.join(dict.fromkeys(others))}, of {count_text(len(others), 'row')}, so that the interval is as wide as "
+        f"warning: the constants of {name} hold for {', '.join(one.devices)} and not for "
+        f"{', '.join(dict.fromkeys(names))}, of {count_text(len(names), 'row')}, so that the interval is as wide as "
         f"without a stack"
+        for name, (one, names) in others.items()
     ]
+
+
+FAR = 3.0
+"""The factor between measured and predicted seconds from which a row is doubted."""
+
+
+def _doubtful(predictions: Sequence[RunPrediction], stack: Stack | None) -> list[str]:
+    """Return warnings for rows that say another run than was measured: one that does not fit, or is far away."""
+    texts = []
+    measured = [p for p in predictions if not p.refused and p.row.step_s is not None]
+    full = [
+        p.row.case
+        for p in measured
+        if p.peak_gib * p.row.peak_unit > cluster_of(p.row, stack).device.memory_bytes
+    ]
+    far = [p.row.case for p in measured if abs(log(p.step_s / (p.row.step_s or 1))) > log(FAR)]
+    for cases, said in (
+        (full, "more memory than the device has: is zero, recompute or micro_batch what ran?"),
+        (
+            far,
+            f"a step that is more than {FAR:g} times away from the measured one: are its units seconds?",
+        ),
+    ):
+        if cases:
+            named = f"{', '.join(cases[:3])}{', ...' if len(cases) > 3 else ''}"
+            texts.append(f"warning: {count_text(len(cases), 'row')} ({named}): predicted is {said}")
+    return texts
 
 
 def _numbers(found: Scores) -> dict[str, Any]:

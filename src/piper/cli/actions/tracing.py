@@ -143,7 +143,7 @@ class _Beside:
                     f"parameters that ran"
                 )
             costs = measured_costs(self._plan, matched, self._model, self._cluster, self._origin())
-            with writing(a.calibrate.parent, "--calibrate"):
+            with writing(a.calibrate, "--calibrate"):
                 write_whole(a.calibrate, dumps(costs))
         if a.out is not None:
             self._save(made_folder(a.out), matched)

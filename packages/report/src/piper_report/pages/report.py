@@ -50,7 +50,7 @@ DEFINITIONS = (
     "experts as many as a token visits."
 )
 OF_MEASURED = (
-    "Errors are predicted / measured - 1. Measured idle times are of the last step, the one that was traced. TimelineStep "
+    "Errors are predicted / measured - 1. Measured idle times are of the last step, the one that was traced. Step "
     "in steady state, measured: the median without the first 3 steps."
 )
 
