@@ -177,3 +177,12 @@ def test_candidates_are_listed_by_the_objective(tmp_path: Path) -> None:
     (tmp_path / "study.json").write_text(priced("dollars_per_token", [4e-6, 3e-6, 1e-6]).dumps())
     trials = next(s for s in tuning_sheets(load(tmp_path)) if s.name == "trials")
     assert list(trials.frame["trial"]) == [2, 1, 0, 9] and trials.table.rows[0][-1] == "1 dollars"
+
+
+def test_no_candidate_without_contention_is_the_best_beside_an_answer(tmp_path: Path) -> None:
+    samples.write_tuning(tmp_path)
+    assert "The best one is red" in write_report(tmp_path).html.read_text(encoding="utf-8")
+    table = {"title": "a job", "columns": ["", "s/step"], "rows": [["1", "2 s"]], "notes": []}
+    (tmp_path / "answer.json").write_text(json.dumps(table))
+    page = write_report(tmp_path).html.read_text(encoding="utf-8")
+    assert "without contention" in page and "The best one is red" not in page

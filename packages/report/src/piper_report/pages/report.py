@@ -357,6 +357,8 @@ def _tuning(results: Results) -> PageSection:
     study = results.study
     if study is None:
         return PageSection("tuning", "Tuning")
+    if results.answer is not None:  # whose best is the one with contention
+        study = replace(study, best=None)
     figures = (history_figure(study), pareto_figure(study), parallel_figure(study))
     sheets = {s.name: s for s in tuning_sheets(results)}
     items: list[Picture | Sheet | str] = [OF_SEARCH] if results.answer is not None else []
