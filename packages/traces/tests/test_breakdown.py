@@ -84,6 +84,15 @@ def test_the_rank_that_arrives_last_is_named(tmp_path: Path) -> None:
     assert found.spread_s == pytest.approx(25e-6)
 
 
+def test_traces_of_two_jobs_are_refused(tmp_path: Path) -> None:
+    for rank, world in ((0, 2), (1, 4)):
+        trace = KinetoFile(rank, world=world)
+        trace.kernel("k", 0, 1, launched=0)
+        trace.write(tmp_path)
+    with pytest.raises(FormatError, match="of several jobs"):
+        read_ranks(sorted(tmp_path.iterdir()))
+
+
 DAMAGED = {
     "cut off": lambda raw: raw[: len(raw) // 2],
     "no JSON": lambda raw: gzip.compress(b"{"),

@@ -35,6 +35,10 @@ def breakdown_tables(ranks: Sequence[Breakdown]) -> Iterator[Table]:
     )
     steps = {b.steps for b in ranks}
     notes = [] if steps == {1} else ["means over the marked steps after the first"]
+    if not any(b.gaps.known for b in ranks):
+        notes.append(
+            "compute is that of operators; a report counts instructions, with Python's time"
+        )
     if len(ranks) > MOST:
         notes.append(f"{len(ranks) - MOST} faster ranks are not shown")
     columns = "", "step", "compute", "exposed messages", "copies", "idle", "of it for the host"

@@ -47,7 +47,7 @@ _BYTES = {
 def read_ranks(paths: Iterable[str | Path]) -> list[RankEvents]:
     """Return the events of several ranks' files, by rank.
 
-    Raises FormatError for a file that is no trace, and for two files of the same rank.
+    Raises FormatError for a file that is no trace, for two files of the same rank, and for files of several jobs.
     """
     ranks = [read_events(path) for path in paths]
     by_rank: dict[int, str] = {}
@@ -57,6 +57,10 @@ def read_ranks(paths: Iterable[str | Path]) -> list[RankEvents]:
                 f"{one.path} and {by_rank[one.rank]} are both of rank {one.rank}; give one file of each rank"
             )
         by_rank[one.rank] = one.path
+    worlds = {one.world: one.path for one in ranks if one.world}
+    if len(worlds) > 1:
+        several = " and ".join(f"{path} of {world} ranks" for world, path in worlds.items())
+        raise FormatError(f"the traces are of several jobs, {several}; give those of one")
     return sorted(ranks, key=lambda r: r.rank)
 
 

@@ -268,6 +268,8 @@ def _parsed(path: Path) -> Any:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         advice = "docs/clusters.md shows how one is written"
+        if "@" in path.name:
+            advice += ", and a kernel stack of your own in its [stacks.NAME], which is then @NAME"
         raise ClusterError(unread("the cluster file", path, e, advice)) from None
     try:
         return (
