@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from piper_compiler.passes.order.hiding import GroupMessages, MemberPlace, hidden
@@ -65,6 +65,9 @@ waits = st.integers(0, 4).map(float)
     st.lists(st.tuples(durations, waits), min_size=1, max_size=5),
     st.lists(st.tuples(durations, waits), min_size=1, max_size=5),
 )
+@example(
+    [(1.0, 0.0), (2.0, 0.0)], [(1.0, 0.0), (1.0, 0.0), (1.0, 2.0), (1.0, 2.0), (1.0, 0.0)]
+)  # four states by the earliest end alone lose it
 def test_no_order_ends_earlier(a: list, b: list) -> None:
     found = group(len(a), len(b))
     seconds = {(m, k): d for m, member in enumerate((a, b)) for k, (d, _) in enumerate(member)}

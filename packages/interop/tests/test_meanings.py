@@ -31,9 +31,7 @@ def exported(job: JobDescription) -> str:
 @each_case(
     ("experts", "said"),
     [
-        ({"top_k": 2, "groups": 4, "top_groups": 3}, "top_groups=3, score='softmax'"),
-        ({"top_k": 6, "groups": 4, "top_groups": 3}, "groups with the best expert"),
-        ({"top_k": 2, "groups": 4, "top_groups": 2, "score": "sigmoid"}, "the two best experts"),
+        ({"top_k": 2, "groups": 4, "top_groups": 3}, "top_groups=3): Megatron cannot"),
         ({"top_k": 1, "normalized": True}, "normalized=False"),
     ],
 )
@@ -42,6 +40,20 @@ def test_routers_that_choose_other_experts_are_refused(experts: dict[str, Any], 
     with pytest.raises(JobError, match="1 part cannot be exported") as refusal:
         exported(mixture(**experts))
     assert said in str(refusal.value)
+
+
+@each_case(
+    ("experts", "said"),
+    [
+        ({"top_k": 6, "groups": 4, "top_groups": 3}, "by their 1 best experts: by 2"),
+        ({"top_k": 2, "groups": 4, "top_groups": 2, "score": "sigmoid"}, "by their 2 best experts: by 1"),
+        ({"top_k": 4, "groups": 4, "top_groups": 2, "score": "sigmoid"}, ""),
+    ],
+)  # fmt: skip
+def test_groups_that_are_scored_otherwise_are_noted(experts: dict[str, Any], said: str) -> None:
+    """DeepSeek-V2 has the best expert of a group, and Megatron the best topk // group_topk."""
+    notes = "\n".join(export_job("megatron", mixture(**experts)).notes)
+    assert said in notes and ("best experts" in notes) == bool(said)
 
 
 def test_groups_limit_nothing_alone() -> None:

@@ -171,13 +171,13 @@ def _experts(fields: dict[str, Any], options: WrittenOptions) -> None:
     if softmax and top_k == 1 and own["normalized"]:
         options.refuse("Experts(score='softmax', normalized=True, top_k=1)", "normalized=False")
     if own["groups"] != 1:
-        best = 1 if softmax else 2
-        if top_k // own["top_groups"] != best:
+        summed, best = top_k // own["top_groups"], 1 if softmax else 2
+        if not summed:
             options.refuse(
-                f"Experts(top_k={top_k}, top_groups={own['top_groups']}, score={own['score']!r}): groups with the "
-                f"{'best expert' if softmax else 'two best experts'}",
-                f"top_k={best * own['top_groups']}",
+                f"Experts(top_k={top_k}, top_groups={own['top_groups']})", f"top_groups={top_k}"
             )
+        elif summed != best:
+            options.near(f"groups by their {best} best experts", f"by {summed} in Megatron")
         options.add("moe-router-num-groups", own["groups"])
         options.add("moe-router-group-topk", own["top_groups"])
     if own["shared_hidden"]:

@@ -3,12 +3,13 @@
 A forward whose layers exchange tokens with other devices waits for each exchange; so does a backward. Side by side each
 can compute while the other waits, as DualPipe does (DeepSeek-V3, arXiv 2412.19437). The order is found by a beam
 search on a model of one device: one computation at a time, and one message at a time, in the order of their sends. Of
-the states with equal progress of every member, the ones that are done first are kept.
+the states with equal progress of every member, the ones that are done first are kept, unless another one is no later in
+anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -17,7 +18,7 @@ from math import prod
 from piper_ir.graph.graph import At, Graph, Node, OverlapGroup
 from piper_ir.program.ops import Collective, Compute
 
-WIDTH = 4
+WIDTH = 16
 """The number of states that are kept for equal progress of every member."""
 MOST_STATES = 20_000
 """The most combinations of progress with which a group is searched: more would take seconds."""
@@ -141,9 +142,7 @@ def _searched(
     for come in product(
         *(range(n + 1) for n in ends)
     ):  # successors of a state come later in this order
-        for state in (
-            sorted(kept.pop(come, ()), key=lambda s: s.key)[:WIDTH] if come != ends else ()
-        ):
+        for state in _best(kept.pop(come, ())) if come != ends else ():
             for m, k in enumerate(come):
                 if k < ends[m] and all(come[a] > b for a, b in after.get((m, k), ())):
                     then = _after(state, (m, k), durations[m][k], sends.get((m, k), ()))
@@ -155,6 +154,26 @@ def _searched(
         member, link = link
         picks.append(member)
     return tuple(reversed(picks))
+
+
+def _best(states: Iterable[_State]) -> list[_State]:
+    """Return the states that are done first, without those that another one is in everything no later than."""
+    best: list[_State] = []
+    for state in sorted(states, key=lambda s: s.key):
+        if not any(_no_later(one, state) for one in best):
+            best.append(state)
+            if len(best) == WIDTH:
+                break
+    return best
+
+
+def _no_later(one: _State, other: _State) -> bool:
+    """Return whether a state of equal progress is done no later, and so are its messages."""
+    return (
+        one.computed <= other.computed
+        and one.sent <= other.sent
+        and all(at <= max(other.arrives[n], other.computed) for n, at in one.arrives.items())
+    )
 
 
 def _after(
