@@ -429,3 +429,46 @@ def test_declared_and_several_optimizers_in_processes() -> None:
         assert not differences(
             RunOutcome.of(run), reference(of, replicas=2, microbatches=M, steps=STEPS)
         )
+
+
+class Slowing(Optimizer):
+    """Steps by gradients over the number of steps, which the group counts: state, and no setting."""
+
+    def __init__(self, params: Any, lr: float = 0.01):
+        super().__init__(params, dict(lr=lr, k=0))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it returns nothing
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in [p for p in group["params"] if p.grad is not None]:
+                p.sub_(p.grad, alpha=group["lr"] / group["k"])
+
+
+def slowing(*groups: tuple[int, float]) -> Callable[[Named], Optimizer]:
+    """Return groups of parameters by their dimensions, each with a learning rate."""
+    return lambda named: Slowing(
+        [dict(params=[p for _, p in named if p.dim() == d], lr=lr) for d, lr in groups]
+    )
+
+
+def test_groups_resume_with_their_state_and_the_jobs_settings(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Also if the job lists them in another order, and with another learning rate."""
+    piper.per_parameter(Slowing)
+    one, other = job(slowing((2, 0.1), (1, 0.01))), job(slowing((1, 0.01), (2, 0.1)))
+    saved = piper.Checkpoints(tmp_path, every=2)
+    whole = piper.execute(compiled(one), steps=4, launcher="inline", memory=False)
+    first = dict(launcher="inline", checkpoint=saved, memory=False)
+    piper.execute(compiled(one), steps=2, **first)
+    again = dict(first, resume=tmp_path / "step-00000002", checkpoint=None)
+    for of in (one, other):
+        assert piper.execute(compiled(of), steps=2, **again).losses == whole.losses[2:]
+    assert not [w for w in recwarn if "k=" in str(w.message) or "lr=" in str(w.message)]
+    rates: list[tuple[float, ...]] = []
+    slower = job(slowing((2, 0.05), (1, 0.01)))
+    piper.execute(
+        compiled(slower), steps=1, on_step=lambda r: rates.append(r.learning_rates), **again
+    )
+    assert rates == [(0.05, 0.01)]

@@ -43,6 +43,7 @@ class Restore:
         groups: the settings of the optimizer's groups.
         loss_scale: the scale of the loss, see `RunningScale.state`; empty if it was not scaled.
         weights_only: whether there is no optimizer state, since no step was done.
+        group_of: the group of each parameter; empty if they are as now.
     """
 
     folder: str
@@ -51,6 +52,7 @@ class Restore:
     groups: tuple[Mapping[str, Any], ...] = ()
     weights_only: bool = False
     loss_scale: Mapping[str, float] = field(default_factory=dict)
+    group_of: Mapping[str, int] = field(default_factory=dict)
 
 
 def restore_of(saved: SavedRun | HostSnapshot, names: Collection[str]) -> Restore:
@@ -73,6 +75,7 @@ def restore_of(saved: SavedRun | HostSnapshot, names: Collection[str]) -> Restor
         saved.meta.groups,
         saved.weights_only,
         saved.meta.loss_scale,
+        saved.meta.group_of,
     )
 
 
@@ -180,14 +183,17 @@ def _zeros(
 
 
 def _restore_groups(rank: RankState, saved: Restore) -> None:
-    """Take over the settings of groups that an optimizer may change itself; torch's own leave them to the schedule."""
-    for own, group, settings in zip(
-        rank.optimizer.own_groups, rank.optimizer.groups, saved.groups, strict=False
-    ):
-        if own:
-            group.update(
-                {key: _as_before(group.get(key), value) for key, value in settings.items()}
-            )
+    """Take over the state that an optimizer keeps in its groups; the settings are the job's, and the schedule's."""
+    before = {
+        bucket.group: saved.group_of.get(name, bucket.group)
+        for bucket in rank.store.buckets
+        for name in bucket.params
+    }
+    for index, (given, group) in enumerate(zip(rank.optimizer.given, rank.optimizer.groups)):
+        place = before.get(index, index)
+        if given is not None and place < len(saved.groups):
+            kept = {k: v for k, v in saved.groups[place].items() if k not in given}
+            group.update({key: _as_before(group.get(key), value) for key, value in kept.items()})
 
 
 def _as_before(now: Any, value: Any) -> Any:

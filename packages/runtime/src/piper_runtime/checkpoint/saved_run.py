@@ -32,7 +32,12 @@ from piper_runtime.rank.optimizers.optimizer_calls import (
     meta_parameters,
     schedule_state,
 )
-from piper_runtime.rank.optimizers.optimizer_groups import groups_of, optimizer_spec, state_keys
+from piper_runtime.rank.optimizers.optimizer_groups import (
+    given_settings,
+    groups_of,
+    optimizer_spec,
+    state_keys,
+)
 from piper_runtime.weights.dcp_tensors import SavedTensor
 from piper_runtime.weights.marker import META, decoded, marked_tensors
 
@@ -192,12 +197,14 @@ def check_settings(saved: SavedRun, plan: Plan, job: Job) -> None:
     schedule = plain_settings(schedule_state(schedules))
     _compare("schedule", schedule, saved.meta.schedule_state, saved)
     settings, then = group_settings(list(groups_of(optimizers))), saved.meta.groups
+    given = [given_settings(optimizer) for optimizer in optimizers for _ in optimizer.param_groups]
     for name, index, before in _groups(saved, plan):
         what = f"group {index}" + (
             f", with parameter {name!r} of group {before} then," if index != before else ""
         )
         if index < len(settings) and 0 <= before < len(then):
-            _compare(what, settings[index], then[before], saved)
+            now = {k: v for k, v in settings[index].items() if k in given[index]}
+            _compare(what, now, then[before], saved)
 
 
 def _groups(saved: SavedRun, plan: Plan) -> Iterator[tuple[str, int, int]]:

@@ -28,7 +28,12 @@ from piper_runtime.rank.optimizers.optimizer_calls import (
     one_by_one,
     schedule_state,
 )
-from piper_runtime.rank.optimizers.optimizer_groups import PIECE, groups_of, why_unfused
+from piper_runtime.rank.optimizers.optimizer_groups import (
+    PIECE,
+    given_settings,
+    groups_of,
+    why_unfused,
+)
 from piper_runtime.rank.optimizers.optimizer_kinds import ELEMENTWISE, SEPARABLE, TRIED
 from piper_runtime.rank.optimizers.optimizer_trials import by_elements, piece_sizes
 from piper_runtime.rank.values.device import CPU
@@ -252,9 +257,10 @@ class RankOptimizer:
         return list(groups_of(self._optimizers))
 
     @property
-    def own_groups(self) -> list[bool]:
-        """Return for each group whether its settings may be changed by its optimizer: torch's own leave them alone."""
-        return [type(self._optimizers[k]) not in SEPARABLE for k in self._owner]
+    def given(self) -> list[frozenset[str] | None]:
+        """Return for each group the settings that the job gives; None if these are all, as with torch's own."""
+        optimizers = [self._optimizers[k] for k in self._owner]
+        return [None if type(o) in SEPARABLE else given_settings(o) for o in optimizers]
 
     @property
     def kinds(self) -> tuple[str, str | None]:

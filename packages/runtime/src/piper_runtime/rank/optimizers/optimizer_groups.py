@@ -6,6 +6,7 @@ The user's function is called with every parameter at its full shape on meta, so
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -263,6 +264,16 @@ def _group_of(
             f"stay as they are"
         )
     return group_of
+
+
+def given_settings(optimizer: Optimizer) -> frozenset[str]:
+    """Return the settings of groups that a job gives an optimizer, which are the parameters of its constructor.
+
+    All others, such as a counter, are its own state.
+    """
+    own = type(optimizer).__mro__[: type(optimizer).__mro__.index(Optimizer)]
+    named = {name for one in own for name in inspect.signature(one).parameters}
+    return frozenset({*named, "lr", "initial_lr"})
 
 
 def groups_of(optimizers: Sequence[Optimizer]) -> Iterator[dict[str, Any]]:
