@@ -134,6 +134,19 @@ def test_batch_norms_take_their_running_averages() -> None:
     assert close(run.evaluations[1], plain(one, run.state_dict()))
 
 
+def test_replicas_that_evaluate_with_averages_of_their_own_are_warned_of(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    one = job(model=normed, batch_norm="microbatch")
+    for dp in (1, 2):
+        piper.compile(one, piper.Strategy(piper.Mesh(dp=dp), recipes.data_parallel()))
+        said = [w for w in recwarn if "evaluate their rows with buffers" in str(w.message)]
+        assert len(said) == dp - 1
+    unevaluated = job(model=normed, batch_norm="microbatch").unevaluated
+    piper.compile(unevaluated, piper.Strategy(piper.Mesh(dp=2), recipes.data_parallel()))
+    assert len([w for w in recwarn if "evaluate their rows" in str(w.message)]) == 1
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["1F1B and dp", "ZBV", "ZeRO 1", "ZeRO 3", "tensor parallel"])
 def test_the_memory_of_an_evaluation_is_that_of_its_plan(

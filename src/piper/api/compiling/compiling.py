@@ -14,7 +14,7 @@ from piper.api.compiling.auxiliary_gradients import check_unscaled, undivided
 from piper.api.compiling.batch_statistics import MICROBATCH, averages_of, check_shared_norms
 from piper.api.compiling.batch_statistics import check_rows as check_norm_rows
 from piper.api.compiling.before_capture import check_before_capture
-from piper.api.compiling.evaluating import compiled_evaluation
+from piper.api.compiling.evaluating import compiled_evaluation, replicas_notice
 from piper.api.compiling.random_draws import check_draws
 from piper_compiler import (
     CaptureRequest,
@@ -209,8 +209,9 @@ def compile(
         norms,
         kernels,
     )
-    if notice := advancing_notice(compiled):
-        warnings.warn(notice, PiperWarning, stacklevel=2)
+    for notice in (advancing_notice(compiled), replicas_notice(source, plan)):
+        if notice:
+            warnings.warn(notice, PiperWarning, stacklevel=2)
     return compiled
 
 

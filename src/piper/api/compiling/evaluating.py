@@ -64,6 +64,19 @@ def evaluation_notice(job: Job | None) -> str:
     )
 
 
+def replicas_notice(job: Job, plan: Plan) -> str:
+    """Return a warning about evaluations with buffers of each replica's own rows; "" if there are none."""
+    own = (o for c in plan.chunks for o in c.outputs if o.kind == "buffer" and o.varies)
+    first = next(own, None)
+    if job.eval_data is None or plan.replicas == 1 or first is None:
+        return ""
+    return (
+        f"the {plan.replicas} replicas evaluate their rows with buffers of their own, such as {first.ref!r}, and the "
+        f"model that is saved has the first one's: values of evaluations lie beside its own, and change at a resume. "
+        f"For the model's, evaluate its state_dict on one device"
+    )
+
+
 def _captured(job: Job, strategy: Strategy) -> Captured:
     """Return the capture of the model in eval mode, in the form that the strategy asks for."""
     traced = traced_job(job, evaluating=True)
