@@ -12,8 +12,10 @@ import pytest
 
 from piper import models
 from piper_interop import Asked, DeviceLayout, Recomputation, export_job, import_job, system
+from piper_interop.neutral.units import unit_mb
 from piper_interop.torchtitan.reader import every, of_answer
 from piper_ir.ground.errors import JobError
+from piper_ir.ground.sizes import ITEM_BYTES
 
 PYTHON = os.environ.get("PIPER_TORCHTITAN_PYTHON", "")
 pytestmark = [
@@ -72,9 +74,10 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_an_export_comes_back_through_the_parser(name):
-    layout = LAYOUTS[name]
-    asked = Asked(devices=8, python=PYTHON)
+    asked, layout = Asked(devices=8, python=PYTHON), LAYOUTS[name]
     before = import_job("torchtitan", RECIPE, asked).described
+    unit = unit_mb(before.sizes, layout.tp, layout.ep, ITEM_BYTES[before.reduce])
+    layout = replace(layout, bucket_mb=unit, reduce_once=layout.pp > 1)
     wanted = replace(
         before,
         layout=layout,
