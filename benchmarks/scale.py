@@ -132,7 +132,7 @@ CANDIDATE_GOAL = Goal("below", 0.1)
 
 
 def candidate_rows(repeats: int) -> Iterator[Row]:
-    """Return what a tuner pays for a candidate of Llama 3 8B on 16 devices whose degrees it knows.
+    """Return the CPU seconds of a tuner's candidate, for Llama 3 8B on 16 devices, whose degrees are captured.
 
     The search compiles each candidate and sweeps its step; those of its table are verified and simulated with
     contention, too. The least of the repetitions counts.

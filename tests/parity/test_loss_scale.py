@@ -162,7 +162,7 @@ def test_a_plan_of_another_job_is_refused() -> None:
 
 
 def of_classes(output: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean over the rows that count, of which the batch decides the number."""
+    """Return the mean over the rows with a class; the batch decides their number."""
     return F.cross_entropy(output.float(), classes(targets))
 
 

@@ -438,6 +438,7 @@ def test_what_was_predicted_before_an_interrupt_is_kept(
 
 def test_a_run_that_was_measured_fits(tiny: PublishedRow) -> None:
     large = replace(tiny, hidden=16384, layers=200, seq=4096, step_s=1.0)
-    [said] = _doubtful([RunPrediction(large, (1.0,), 0.9, 1.1, peak_gib=1000.0)], None)
+    device = cluster_of(large).device
+    [said] = _doubtful([(RunPrediction(large, (1.0,), 0.9, 1.1, peak_gib=1000.0), device)])
     assert "1 row (a): predicted is more memory than the device has" in said
-    assert not _doubtful([RunPrediction(large, (1.0,), 0.9, 1.1, peak_gib=1.0)], None)
+    assert not _doubtful([(RunPrediction(large, (1.0,), 0.9, 1.1, peak_gib=1.0), device)])

@@ -1,4 +1,4 @@
-"""Files mean what the systems' own sources say they mean, in imports and in exports; each case names the source."""
+"""Imports and exports follow the sources of the other systems; each case names the file there."""
 
 from __future__ import annotations
 

@@ -158,7 +158,8 @@ def test_extrapolated_rows_and_messages_are_named() -> None:
 def test_what_is_too_far_away_is_computed_and_named() -> None:
     s = simulate(replace(two_stages(), rows=16), CPU, costs=measured("c0", "c1", rows=(2, 4)))
     assert s.notes == (
-        "16 rows per microbatch are not measured: two other numbers tell them, up to a factor of 2 beyond; computed "
+        "16 rows per microbatch were not measured; durations are interpolated between two measured numbers of rows, "
+        "and up to a factor of 2 beyond; computed "
         "by formula: c0, c1",
     )
     assert {x.source for x in s.trace.spans if x.stream == "compute"} == {"formula"}

@@ -33,13 +33,16 @@ IN_NATIVE_CODE = ("piper rank", "piper store")
 """The names of threads that may wait in native code for a peer that is gone, as under torchrun."""
 
 
-_asked = threading.Event()
-
-
 class _Terminated(KeyboardInterrupt, SystemExit):
     """Ask to end as Ctrl-C does, with the exit code of SIGTERM where nobody answers."""
 
     code = TERMINATED
+
+
+class _Asked:
+    """Hold whether SIGTERM was heard: a plain flag, since a handler that takes a lock may interrupt itself."""
+
+    terminated = False
 
 
 def hear() -> None:
@@ -66,7 +69,7 @@ def leave(code: int = INTERRUPTED) -> None:
 
 def is_terminated() -> bool:
     """Return whether the command was asked to end by SIGTERM."""
-    return _asked.is_set()
+    return _Asked.terminated
 
 
 def left_in_native_code() -> bool:
@@ -89,7 +92,7 @@ def _terminated(number: int, frame: FrameType | None) -> None:
         os.write(2, b"piper: ended by SIGTERM\n")
     if _importing("torch"):
         os._exit(TERMINATED)
-    _asked.set()
+    _Asked.terminated = True
     interrupted = signal.getsignal(signal.SIGINT)
     if not callable(interrupted) or interrupted in (_interrupted, signal.default_int_handler):
         raise _Terminated
@@ -113,7 +116,7 @@ def _end_in_time() -> None:
         while received := os.read(reading, 1):
             if received[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is _terminated:
                 time.sleep(END_S)
-                if _asked.is_set():
+                if _Asked.terminated:
                     time.sleep(IN_ORDER_S - END_S)
                 os._exit(TERMINATED)
 

@@ -47,7 +47,7 @@ class OutputStream:
 
 
 _answer: OutputStream | None = None
-"""The standard output of a command with --json, to which `show_json` alone writes."""
+"""The standard output of a command with --json; nothing but `show_json` writes to it."""
 
 
 def show_json(value: object) -> None:

@@ -66,14 +66,14 @@ def evaluation_notice(job: Job | None) -> str:
 
 def replicas_notice(job: Job, plan: Plan) -> str:
     """Return a warning about evaluations with buffers of each replica's own rows; "" if there are none."""
-    own = (o for c in plan.chunks for o in c.outputs if o.kind == "buffer" and o.varies)
-    first = next(own, None)
-    if job.eval_data is None or plan.replicas == 1 or first is None:
+    from piper_runtime.checkpoint import varying_buffers
+
+    if job.eval_data is None or plan.replicas == 1 or not (own := sorted(varying_buffers(plan))):
         return ""
     return (
-        f"the {plan.replicas} replicas evaluate their rows with buffers of their own, such as {first.ref!r}, and the "
-        f"model that is saved has the first one's: values of evaluations lie beside its own, and change at a resume. "
-        f"For the model's, evaluate its state_dict on one device"
+        f"the {plan.replicas} replicas evaluate their rows with buffers of their own, such as {own[0]!r}, and checkpoints "
+        f"have the first replica's: eval_loss and metrics differ a little from those of the saved model, and change when "
+        f"a run is resumed. For exact ones, evaluate the state_dict on one device"
     )
 
 

@@ -23,7 +23,7 @@ from piper.views.accuracy_tables import fit_table, prediction_table, score_table
 from piper.views.display import show
 from piper_ir.ground.errors import JobError
 from piper_ir.tools import check_writable, count_text, working
-from piper_simulator import Stack, holds_for, step_parts
+from piper_simulator import Device, Stack, holds_for, step_parts
 
 
 def accuracy(arguments: AccuracyArguments) -> int:
@@ -63,7 +63,7 @@ def accuracy(arguments: AccuracyArguments) -> int:
         with writing(a.out):
             own = {"stack": a.stack} if a.stack is not None else {}
             write_rows(a.out, [p.columns() | own for p in predictions])
-    warnings = [*_elsewhere(predictions, stack), *_doubtful(predictions, stack)]
+    warnings = _warnings(predictions, stack)
     if interrupted:
         warnings.append(f"warning: interrupted behind {len(predictions)} of {len(rows)} rows")
     if a.as_json:
@@ -93,13 +93,16 @@ def _check_together(a: AccuracyArguments) -> None:
         raise JobError(f"--fit {a.fit}: --stack reads files that end in .toml, such as mine.toml")
 
 
-def _elsewhere(predictions: Sequence[RunPrediction], stack: Stack | None) -> list[str]:
+def _warnings(predictions: Sequence[RunPrediction], stack: Stack | None) -> list[str]:
+    """Return warnings about rows that were predicted; `stack` is that of --stack."""
+    known = [(p, cluster_of(p.row, stack).device) for p in predictions if not p.refused]
+    return [*_elsewhere([device for _, device in known]), *_doubtful(known)]
+
+
+def _elsewhere(devices: Sequence[Device]) -> list[str]:
     """Return a warning for each stack, of --stack or of a row, that has constants of other devices than its rows."""
     others: dict[str, tuple[Stack, list[str]]] = {}
-    for p in predictions:
-        if p.refused:
-            continue
-        device = cluster_of(p.row, stack).device
+    for device in devices:
         if device.stack is not None and not holds_for(device.stack, device.name):
             others.setdefault(device.stack.name, (device.stack, []))[1].append(device.name)
     return [
@@ -114,21 +117,27 @@ FAR = 3.0
 """The factor between measured and predicted seconds from which a row is doubted."""
 
 
-def _doubtful(predictions: Sequence[RunPrediction], stack: Stack | None) -> list[str]:
-    """Return warnings for rows that say another run than was measured: one that does not fit, or is far away."""
+def _doubtful(known: Sequence[tuple[RunPrediction, Device]]) -> list[str]:
+    """Return warnings for measured rows in which a column may be wrong.
+
+    The prediction of such a row needs more memory than its device has, or is `FAR` times away from the measured step.
+    """
     texts = []
-    measured = [p for p in predictions if not p.refused and p.row.step_s is not None]
     full = [
         p.row.case
-        for p in measured
-        if p.peak_gib * p.row.peak_unit > cluster_of(p.row, stack).device.memory_bytes
+        for p, device in known
+        if p.row.step_s is not None and p.peak_gib * p.row.peak_unit > device.memory_bytes
     ]
+    measured = [p for p, _ in known if p.row.step_s is not None]
     far = [p.row.case for p in measured if abs(log(p.step_s / (p.row.step_s or 1))) > log(FAR)]
     for cases, said in (
-        (full, "more memory than the device has: is zero, recompute or micro_batch what ran?"),
+        (
+            full,
+            "more memory than the device has; check the columns zero, recompute and micro_batch",
+        ),
         (
             far,
-            f"a step that is more than {FAR:g} times away from the measured one: are its units seconds?",
+            f"a step that is more than {FAR:g} times away from the measured one; check that step_s is in seconds",
         ),
     ):
         if cases:

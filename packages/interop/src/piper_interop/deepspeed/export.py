@@ -135,7 +135,7 @@ def _options(described: JobDescription) -> dict[str, Any]:
 
 
 def _summed(described: JobDescription) -> str:
-    """Return the dtype in which gradients are summed: the model's without ZeRO, where DeepSpeed refuses others."""
+    """Return the dtype of sums of gradients: without ZeRO the dtype of the model, which DeepSpeed requires."""
     summed = described.accumulate or described.reduce
     return summed if described.layout.zero else described.compute
 

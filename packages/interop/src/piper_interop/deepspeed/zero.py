@@ -22,7 +22,7 @@ from piper_interop.neutral.options import Ignored, Mapped, Nearest, Unsupported
 MAX_REUSE = 10**9
 """The parameters between two uses of one that stage 3 leaves gathered, by DeepSpeed's default (runtime/zero/config.py).
 
-It is the most that may be gathered before stage 3 stops gathering ahead, too.
+The default of max_live_parameters is the same number: with more of them gathered, stage 3 gathers none ahead.
 """
 BUCKET = 5 * 10**8
 """The elements of a bucket of gradients, likewise."""

@@ -239,7 +239,7 @@ def _pipeline(described: JobDescription, options: WrittenOptions) -> None:
         if not plan.pp <= group <= described.microbatches or 0 < rest < plan.pp:
             options.refuse(
                 f"group={group} of {described.microbatches} microbatches",
-                f"a group from pp={plan.pp} to all that leaves no microbatches over, or at least pp",
+                f"a group of at least pp={plan.pp} that divides the microbatches, or leaves pp or more of them",
             )
         options.add("microbatch-group-size-per-virtual-pipeline-stage", plan.group)
     _stages(described, chunks, options)

@@ -177,7 +177,9 @@ def _experts(fields: dict[str, Any], options: WrittenOptions) -> None:
                 f"Experts(top_k={top_k}, top_groups={own['top_groups']})", f"top_groups={top_k}"
             )
         elif summed != best:
-            options.near(f"groups by their {best} best experts", f"by {summed} in Megatron")
+            options.near(
+                f"groups are scored by their {best} best experts", f"by {summed} in Megatron"
+            )
         options.add("moe-router-num-groups", own["groups"])
         options.add("moe-router-group-topk", own["top_groups"])
     if own["shared_hidden"]:
@@ -190,7 +192,7 @@ def _experts(fields: dict[str, Any], options: WrittenOptions) -> None:
         options.add("moe-pad-expert-input-to-capacity")
         options.add("moe-token-drop-policy", "position")
         options.near(
-            "places of experts for the tokens of a row", "Megatron has some for a microbatch"
+            "the capacity of an expert for the tokens of a row", "Megatron's is for a microbatch"
         )
     options.add("moe-grouped-gemm")
     options.add("moe-token-dispatcher-type", "alltoall")

@@ -153,7 +153,7 @@ MODEL: OptionTable = {
     ),
     "add-qkv-bias": Mapped("attention_bias"),
     "qk-layernorm": (
-        Nearest("norms of the latents", "a little too slow", unless=(True,), when=latent),
+        Nearest("norms of the latents", f"{SLOW}, by two norms", unless=(True,), when=latent),
         Mapped("qk_norm; norms of the latents with latent attention"),
     ),
     "qk-l2-norm": Nearest("queries and keys without the norm", FAST),
@@ -263,8 +263,8 @@ MODEL: OptionTable = {
     "moe-shared-expert-intermediate-size": Mapped("experts.shared_hidden"),
     "moe-shared-expert-gate": Mapped("experts.shared_gate"),
     "moe-expert-capacity-factor": Nearest(
-        "places for the tokens of a row, of which the last ones are left out",
-        "as fast; Megatron has places for those of a microbatch, and leaves out the least shares or the last ones",
+        "a capacity for the tokens of a row, beyond which the last ones are dropped",
+        "as fast; Megatron's is for the tokens of a microbatch, and drops the lowest scores or the last ones",
     ),
     "moe-router-load-balancing-type": (
         Nearest(

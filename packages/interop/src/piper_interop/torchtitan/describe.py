@@ -70,7 +70,7 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
             "the head, whose loss is in tiles, is in bfloat16, not float8: predicted too slow"
         )
     parameters = foreign.facts["parameters"]
-    # One device is a mesh of FSDP, too, which casts layer by layer.
+    # torchtitan applies FSDP, which casts layer by layer, also where one device holds whole parameters.
     on_host = bool(foreign.get("training.enable_cpu_offload", False))
     if not layout.zero and not on_host and compute != params:
         notes.append(

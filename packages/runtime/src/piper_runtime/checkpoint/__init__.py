@@ -7,6 +7,7 @@ from piper_runtime.checkpoint.commits import CheckpointCommits
 from piper_runtime.checkpoint.converting import checkpoint_at, convert
 from piper_runtime.checkpoint.rank_file import SaveDone
 from piper_runtime.checkpoint.rank_saver import RankSaver
+from piper_runtime.checkpoint.rank_tensors import varying_buffers
 from piper_runtime.checkpoint.restoring import Restore, restore
 from piper_runtime.checkpoint.saved_run import (
     SavedRun,
@@ -42,4 +43,5 @@ __all__ = [
     "open_checkpoint",
     "prepare_folder",
     "restore",
+    "varying_buffers",
 ]

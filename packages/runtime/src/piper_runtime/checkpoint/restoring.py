@@ -189,7 +189,8 @@ def _restore_groups(rank: RankState, saved: Restore) -> None:
         for bucket in rank.store.buckets
         for name in bucket.params
     }
-    for index, (given, group) in enumerate(zip(rank.optimizer.given, rank.optimizer.groups)):
+    groups = zip(rank.optimizer.job_settings, rank.optimizer.groups, strict=True)
+    for index, (given, group) in enumerate(groups):
         place = before.get(index, index)
         if given is not None and place < len(saved.groups):
             kept = {k: v for k, v in saved.groups[place].items() if k not in given}

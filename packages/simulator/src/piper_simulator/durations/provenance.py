@@ -193,8 +193,8 @@ class Provenance:
             )
         if self._far:
             sentences.append(
-                f"{self._plan.rows} rows per microbatch are not measured: two other numbers tell them, up to a factor "
-                f"of 2 beyond; computed by formula: {_some(self._far)}"
+                f"{self._plan.rows} rows per microbatch were not measured; durations are interpolated between two measured "
+                f"numbers of rows, and up to a factor of 2 beyond; computed by formula: {_some(self._far)}"
             )
         if self._beyond:
             sentences.append(f"interpolated beyond what was measured: {_some(self._beyond)}")

@@ -3,8 +3,8 @@
 A forward whose layers exchange tokens with other devices waits for each exchange; so does a backward. Side by side each
 can compute while the other waits, as DualPipe does (DeepSeek-V3, arXiv 2412.19437). The order is found by a beam
 search on a model of one device: one computation at a time, and one message at a time, in the order of their sends. Of
-the states with equal progress of every member, the ones that are done first are kept, unless another one is no later in
-anything.
+the states with equal progress of every member, one goes if another is no later in anything, and the first to be done of
+the others are kept.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _searched(
 
 
 def _best(states: Iterable[_State]) -> list[_State]:
-    """Return the states that are done first, without those that another one is in everything no later than."""
+    """Return the first states to be done; one that another state precedes in everything is left out."""
     best: list[_State] = []
     for state in sorted(states, key=lambda s: s.key):
         if not any(_no_later(one, state) for one in best):

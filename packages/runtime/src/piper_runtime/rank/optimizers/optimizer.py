@@ -257,7 +257,7 @@ class RankOptimizer:
         return list(groups_of(self._optimizers))
 
     @property
-    def given(self) -> list[frozenset[str] | None]:
+    def job_settings(self) -> list[frozenset[str] | None]:
         """Return for each group the settings that the job gives; None if these are all, as with torch's own."""
         optimizers = [self._optimizers[k] for k in self._owner]
         return [None if type(o) in SEPARABLE else given_settings(o) for o in optimizers]
