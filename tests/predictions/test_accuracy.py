@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import piper
 from piper.cli import app
 from piper.cli.actions.scoring import _doubtful
 from piper.published import plans
@@ -82,6 +83,17 @@ def test_a_mixture_is_said_with_its_experts() -> None:
     ring = model_of(read_row({**MIXTURE, "cp": "2", "dp": "2"}))
     assert ring[0].experts is not None and ring[0].experts.capacity_factor is None
     assert "experts are dropless" in ring[1][0]
+
+
+def test_parameters_that_are_shared_are_gathered_by_layers_as_fsdp_wraps_blocks() -> None:
+    """A unit of a mixture has no experts where devices share these, so that no gather has experts of two layers."""
+    many = {"zero": "3", "layers": "3", "experts": "128", "capacity": "", "note": "torchtitan"}
+    run = row(read_row({**MIXTURE, **many}))
+    of_experts = [
+        b for b in piper.compile(run.job, run.strategy).plan.buckets if b.shard.params == ("dp",)
+    ]
+    assert len({name.split(".")[1] for b in of_experts for name in b.params}) == 2
+    assert all(len({name.split(".")[1] for name in b.params}) == 1 for b in of_experts)
 
 
 def test_the_committed_mixtures_have_sources_and_can_be_said() -> None:

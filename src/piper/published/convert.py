@@ -457,9 +457,18 @@ def _recomputation(
 
 
 @cache
-def _layer_parameters(config: models.DecoderConfig) -> int:
-    """Return the parameters of a block of a model of one layer."""
-    return models.parameter_count(replace(config, layers=2)) - models.parameter_count(config)
+def _unit_parameters(config: models.DecoderConfig, ep: int) -> int:
+    """Return the parameters of a block (of one with experts, if there are any) that FSDP gathers at once.
+
+    Experts that `ep` devices share have buckets of their own, which no other layer joins if they are larger.
+    """
+    experts = config.experts
+    one, two = (replace(config, layers=n, dense_layers=0) for n in (1, 2))
+    block = models.parameter_count(two) - models.parameter_count(one)
+    if experts is None or ep == 1:
+        return block
+    matrices = 3 if config.gated else 2
+    return block - experts.number * matrices * config.width * experts.hidden
 
 
 def _states(
@@ -471,8 +480,8 @@ def _states(
     over = (*over, "cp") if published.cp > 1 and published.zero else over
     item = 2 if _precision(published).reduce == "bfloat16" else 4
     if published.zero == 3 or (published.zero == 2 and not _is_megatron(published)):
-        each = item * _layer_parameters(replace(config, layers=1)) / published.tp / 2**20
-        bucket = max(25.0, float(round(each * 1.01)))
+        unit = _unit_parameters(config, published.ep)
+        bucket = max(25.0, float(round(item * unit / published.tp / 2**20 * 1.01)))
         # torch's stages gather parameters, and reduce gradients, once a step.
         once: dict[str, Any] = {"resident_mb": "step", "reduced_mb": "step"}
         stay = once if published.pp > 1 else {}
