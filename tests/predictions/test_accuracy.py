@@ -83,6 +83,8 @@ def test_a_mixture_is_said_with_its_experts() -> None:
     ring = model_of(read_row({**MIXTURE, "cp": "2", "dp": "2"}))
     assert ring[0].experts is not None and ring[0].experts.capacity_factor is None
     assert "experts are dropless" in ring[1][0]
+    biased = model_of(read_row({**MIXTURE, "arch": "gpt", "note": ""}))[0]
+    assert biased.experts is not None and biased.experts.bias and not biased.mlp_bias
 
 
 def test_parameters_that_are_shared_are_gathered_by_layers_as_fsdp_wraps_blocks() -> None:
@@ -134,7 +136,7 @@ def test_megatron_cuts_experts_along_tp_and_has_larger_buckets_for_more_replicas
     hidden = [[d.hidden for d in s.directives if getattr(d, "hidden", "")] for s in (cut, whole)]
     assert hidden == [["tp"], []]
     many = {"dp": "256", "gpus": "512", "global_batch": "512", "note": "Megatron-LM"}
-    sizes = [row(read_row({**TINY, **more})).states[0].bucket_mb for more in ({}, many)]  # type: ignore[attr-defined]  # replicate
+    sizes = [row(read_row({**TINY, **more})).rest[-1].bucket_mb for more in ({}, many)]  # type: ignore[attr-defined]  # replicate
     assert sizes == [160.0, pytest.approx(4 * 256e6 / 2**20)]
 
 
@@ -212,6 +214,18 @@ def test_a_kept_zero_bubble_plan_is_of_the_same_simulator(monkeypatch: pytest.Mo
         monkeypatch.setattr(plans, "version", lambda sources, known=source: known)
         names.append([plans._name(run) for run in runs])
     assert [one == other for one, other in zip(*names, strict=True)] == [True, False]
+
+
+def test_a_zero_bubble_order_is_of_the_whole_strategy(tiny: PublishedRow) -> None:
+    """Its times are of the parts that devices have, and a recomputation belongs to I; transfers are between stages."""
+    sizes: dict[str, Any] = {"hidden": 4096, "ffn": 16384, "heads": 32, "kv_heads": 32, "seq": 2048}
+    plain = replace(tiny, schedule="zb1p", pp=2, tp=1, dp=2, layers=4, **sizes)
+    cut, again = replace(plain, tp=2, dp=1, zero=0), replace(plain, recompute="full")
+    times = [stage_times(one, None) for one in (plain, cut, again)]
+    assert times[1]["F"][0] < times[0]["F"][0] == times[2]["F"][0]
+    assert times[0]["I"][0] + 0.7 * times[0]["F"][0] < times[2]["I"][0]
+    assert times[0]["hop"] == times[2]["hop"]
+    assert times[0]["hop"] < times[0]["F"][0]
 
 
 @each_case(("model", "forward", "backward"), [("6.2B", 29.802, 29.428), ("28.3B", 10.408, 10.204)])

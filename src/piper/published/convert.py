@@ -105,7 +105,8 @@ class PublishedRun:
         job: its model, loss and optimizer.
         strategy: its mesh and directives.
         cluster: its devices, with the software stack.
-        states: the directives of its shared states, which are the last of the strategy.
+        sharding: the first directives of the strategy, which stand before those of the schedule.
+        rest: the directives behind these: recomputation, and the replicas' states at last.
         notes: the fields that are taken in the nearest form.
     """
 
@@ -113,7 +114,8 @@ class PublishedRun:
     job: Job
     strategy: Strategy
     cluster: Cluster
-    states: tuple[Directive, ...] = ()
+    sharding: tuple[Directive, ...] = ()
+    rest: tuple[Directive, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -161,16 +163,15 @@ def row(
     degrees = {"pp": published.pp, "dp": published.dp // published.ep, "ep": published.ep}
     degrees |= {"cp": published.cp, "tp": published.tp}
     mesh = Mesh(tuple((axis, n) for axis, n in degrees.items() if axis != "ep" or n > 1))
-    directives = (
-        *_sharding(published, cluster.device.stack),
-        *_schedule(published, microbatches, times),
-        *_recomputation(published, config, cluster.device.stack),
-    )
     software = cluster.device.stack
     behind = software is not None and software.gradients == "behind"
-    states = _states(published, config, behind)
-    strategy = Strategy(mesh, (*directives, *states))
-    return PublishedRun(published, job, strategy, cluster, states, notes)
+    sharding = _sharding(published, software)
+    rest = (
+        *_recomputation(published, config, software),
+        *_states(published, config, behind),
+    )
+    strategy = Strategy(mesh, (*sharding, *_schedule(published, microbatches, times), *rest))
+    return PublishedRun(published, job, strategy, cluster, sharding, rest, notes)
 
 
 def readings(published: PublishedRow) -> Iterator[PublishedRow]:
@@ -299,6 +300,8 @@ def model_of(published: PublishedRow) -> tuple[models.DecoderConfig, tuple[str, 
     for words, changes in MODEL_WORDS:
         if published.says(words):
             fields |= changes
+    if published.experts is not None and fields.get("mlp_bias"):
+        fields |= {"mlp_bias": False, "experts": replace(fields["experts"], bias=True)}
     if fields.get("dropout") and fields.get("attention") != "math":
         fields["attention_dropout"] = 0.0
         notes.append("attention's kernel draws no dropout")

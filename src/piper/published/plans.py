@@ -25,7 +25,7 @@ from piper.published.table import PublishedRow
 from piper_compiler import Options
 from piper_ir.ground.errors import PiperWarning
 from piper_ir.plan.plan import Plan
-from piper_ir.program.ops import Compute
+from piper_ir.program.ops import Compute, Send
 from piper_simulator import DeviceModel, Stack, device_type, work_of
 
 SOURCES = (
@@ -103,7 +103,7 @@ def believed(stack: Stack | None) -> Stack | None:
 def stage_times(published: PublishedRow, stack: Stack | None) -> dict[str, Any]:
     """Return F, I and W of each stage and the seconds of a transfer on a stack, for a zero-bubble order.
 
-    They are of a short ZB-H1 plan.
+    They are of a short ZB-H1 plan. A recomputation counts as a part of I.
     """
     microbatches = published.pp
     rows = published.dp * (published.micro_batch or 1)
@@ -113,7 +113,7 @@ def stage_times(published: PublishedRow, stack: Stack | None) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PiperWarning)
         plan = piper.compile(
-            run.job, piper.Strategy(run.strategy.mesh, (*recipe, *run.states))
+            run.job, piper.Strategy(run.strategy.mesh, (*run.sharding, *recipe, *run.rest))
         ).plan
     model = DeviceModel(plan, run.cluster, None)
     works = iter(work_of(model, plan))
@@ -122,10 +122,10 @@ def stage_times(published: PublishedRow, stack: Stack | None) -> dict[str, Any]:
     for stage, role in enumerate(plan.roles):
         for instr in role.program:
             done = next(works)
-            steps = {part.op.step for part in instr.parts if isinstance(part.op, Compute)}
+            steps = {part.op.step for part in instr.parts if isinstance(part.op, Compute)} - {"R"}
             if len(steps) == 1:
                 seconds[steps.pop()][stage] += done.seconds / microbatches
-            elif not steps and done.bytes and instr.comm:
+            elif any(isinstance(part.op, Send) for part in instr.parts):
                 hop = max(hop, done.seconds)
     return {**{step: tuple(each) for step, each in seconds.items()}, "hop": hop}
 
