@@ -208,9 +208,9 @@ class _Team:
 class TorchrunPool:
     """Run a plan's workers when this process is one of them.
 
-    Every process makes the same calls with the same plan and gets all reports. States and gradients in them come from
-    the first rank of each role, whose replicas hold equal ones, and from this rank. `on_step` and `on_save` are called
-    on rank 0 only.
+    Every process makes the same calls with the same plan and gets the same reports. States and gradients in them come
+    from the first replica of each role, since the others hold equal ones. `on_step` and `on_save` are called on rank 0
+    only.
     """
 
     def __init__(self, world: int):
@@ -353,19 +353,23 @@ def _drain(said: queue.SimpleQueue[Any], seconds: float) -> list[Any]:
 
 def _exchange(member: _Member, plan: Plan, mine: Any, timeout_s: float) -> dict[int, Any]:
     """Return the answers of all ranks, each as a broadcast from its rank."""
+    mine = without_copies(mine, plan, member.context.rank)
     answers = {}
     for rank in range(plan.mesh.world):
         own = rank == member.context.rank
-        sent = encode(_without_copies(mine, plan, rank)) if own else b""
+        sent = encode(mine) if own else b""
         if member.everyone is not None:
             sent = _broadcast(member, rank, sent, timeout_s)
         answers[rank] = mine if own else decode(sent)
     return answers
 
 
-def _without_copies(found: Any, plan: Plan, rank: int) -> Any:
-    """Return a report without the parts that other ranks do not get."""
-    if not isinstance(found, RankReport) or plan.role_of(rank).ranks[0] == rank:
+def without_copies(found: Any, plan: Plan, rank: int) -> Any:
+    """Return a rank's report without states and gradients that the first rank with the same parts of them reports."""
+    first = plan.mesh.coords(plan.role_of(rank).ranks[0])
+    cut = {part.axis for param in plan.params for part in param.layout}
+    moved = {axis for axis, at in plan.mesh.coords(rank).items() if at != first[axis]}
+    if not isinstance(found, RankReport) or moved <= cut:
         return found
     return replace(found, states={}, gradients=[])
 
