@@ -126,12 +126,13 @@ except Exception as e:
 
 
 @pytest.mark.long
-def test_a_failure_is_one_error_and_ends_torchrun(tmp_path: Path) -> None:
+@pytest.mark.parametrize("action", ["raise ValueError('bad')", "sys.exit(7)"])
+def test_a_failure_is_one_error_and_ends_torchrun(tmp_path: Path, action: str) -> None:
     file = tmp_path / "train.py"
-    file.write_text(FAILING.format(path=sys.path, action="raise ValueError('bad')"))
+    file.write_text(FAILING.format(path=sys.path, action=action))
     done = start(file, "--standalone", "--nproc-per-node", "2")
-    assert done.returncode != 0
-    said = r"<0 RankError: rank 0, step 1, instruction \d+ .*ValueError: bad"
+    assert done.returncode != 0 and "SIGABRT" not in done.stderr, done.stderr
+    said = r"<0 RankError: rank 0, step 1.* (ValueError: bad|SystemExit: 7 )"
     assert re.search(said, done.stdout), done.stdout + done.stderr
 
 

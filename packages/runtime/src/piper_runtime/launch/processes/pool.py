@@ -34,7 +34,7 @@ class Team(WatchedTeam, Protocol):
         """Let the ranks of a run end it together, `steps` after the first one's step; return False if impossible."""
 
     def end(self) -> None:
-        """End every worker, and wait until the workers of this machine are gone."""
+        """End every worker, and wait until the workers of this machine are gone; go on where an interrupt ended it."""
 
 
 T = TypeVar("T", bound=Team)
@@ -127,6 +127,8 @@ class TeamPool(ABC, Generic[T]):
         return team
 
     def _end_team(self) -> None:
+        if self._team is not None:
+            self._team.end()
         if self._finalizer is not None:
-            self._finalizer()
+            self._finalizer.detach()  # not before: what an interrupt leaves is ended when Python exits
         self._team = self._finalizer = None

@@ -109,9 +109,10 @@ class _Team:
                 w.process.kill()
         for w in self.workers:
             w.process.wait()
+        while self.workers:
+            w = self.workers.pop()
             w.pipe.close()
             os.close(w.lifeline)
-        self.workers.clear()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -126,11 +127,15 @@ class Pool(TeamPool[_Team]):
         if self._team is not None:
             return self._team
         folder = tempfile.mkdtemp(prefix="piper-")
-        path = Path(folder, "heart")
-        path.write_bytes(bytes(8 * HEART_SLOTS * self.world))
-        with path.open("r+b") as file:
-            hearts = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
-        team = self._keep(_Team(folder, hearts))
+        try:
+            path = Path(folder, "heart")
+            path.write_bytes(bytes(8 * HEART_SLOTS * self.world))
+            with path.open("r+b") as file:
+                hearts = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+            team = self._keep(_Team(folder, hearts))
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         for rank in range(self.world):
             team.workers.append(_spawn(rank, self.world, folder, self._threads))
         for rank, worker in enumerate(team.workers):

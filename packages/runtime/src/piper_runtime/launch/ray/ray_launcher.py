@@ -137,7 +137,10 @@ class _Team:
         return before + [(rank, self._aligned(rank, m)) for m in said]
 
     def _last_look(self, dead: int) -> list[tuple[int, Any]]:
-        """Return the last messages of a dead rank, from a living one of its node, since it may die between looks."""
+        """Learn a dead rank's last heart from a living rank of its node, and return that one's messages.
+
+        What the dead rank said since the last look died with it, so that a run may repeat the steps since then.
+        """
         node = self.places[dead].node
         living = [
             r for r, place in enumerate(self.places) if place.node == node and r not in self.deaths

@@ -48,6 +48,8 @@ from piper_runtime.transport.gloo import FOREVER, LOOPBACK, GlooCommunicators
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 EXCHANGED_PER_S = 1e7
 """The least bytes per second of the ranks' exchange after a run, over a slow network."""
+LEAVE_S = 5.0
+"""The seconds at exit in which the peers of a run that failed end, and so the waits for them."""
 HEADLINE = 240
 """The characters of rank 0's error that other ranks repeat."""
 _DONE = "done"
@@ -109,6 +111,7 @@ class _Member:
     clock: tuple[float, float]
     runs: int = 0
     broken: bool = False
+    thread: threading.Thread | None = None
 
 
 _member: _Member | None = None
@@ -152,12 +155,17 @@ def _leave() -> None:
     """End the communicators' threads while the interpreter still runs.
 
     gloo's thread drops a tensor a moment after `wait` has returned. If that was the last reference it needs the
-    interpreter's lock, and a request for that while the interpreter shuts down ends the process with SIGABRT. After a
-    run that failed, its threads may never end: they are left alone.
+    interpreter's lock, and a request for that while the interpreter shuts down ends the process with SIGABRT. So does
+    the thread of a rank that waits for a peer which ends just then: after a run that failed it gets a while for that.
+    gloo's threads may never end then, and are left alone.
     """
     global _member
     member, _member = _member, None
-    if member is None or member.broken:
+    if member is None:
+        return
+    if member.broken:
+        if member.thread is not None:
+            member.thread.join(LEAVE_S)
         return
     member.context.communicators.close()
     member.everyone = None
@@ -254,9 +262,10 @@ class TorchrunPool:
         _check_same(plan, mail, rank)
         member.broken = True
         kept: list[Any] = []
-        threading.Thread(
+        member.thread = threading.Thread(
             target=_perform, args=(member, requests[rank], kept), name="piper rank", daemon=True
-        ).start()
+        )
+        member.thread.start()
         if rank == 0:
             watch = Watch(plan, _Team(member, mail, started), started, timeout_s)
             _lead(mail, watch, Progress(plan, on_step, on_save, first_step(requests)))
