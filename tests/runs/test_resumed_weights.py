@@ -136,3 +136,35 @@ def test_a_checkpoint_gives_initial_weights(tmp_path: Path) -> None:
     (tmp_path / "saved" / "step-00000001" / ".metadata").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     with pytest.raises(FormatError, match=r"it names os.system, which metadata does not need"):
         materialize(replace(compiled().job, init=tmp_path / "saved" / "step-00000001"))
+
+
+class Sines(Odd):
+    """A later version of the model, with the same parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sin()
+
+
+def test_another_version_of_a_model_is_warned_of_and_another_strategy_is_not(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    run(2, checkpoint=piper.Checkpoints(tmp_path))
+    job = compiled().job
+    assert job is not None
+    cut = piper.Strategy(piper.Mesh(tp=2), piper.recipes.tensor_parallel())
+    whole = piper.Strategy(piper.Mesh())
+    for other, strategy, said in (
+        (job, cut, 0),
+        (job, whole, 0),
+        (replace(job, model=Sines), whole, 1),
+    ):
+        recwarn.clear()
+        made = piper.compile(other, strategy)
+        piper.execute(
+            made,
+            steps=1,
+            launcher="inline",
+            resume="latest",
+            checkpoint=piper.Checkpoints(tmp_path, every=9),
+        )
+        assert sum("another program" in str(w.message) for w in recwarn) == said

@@ -111,6 +111,7 @@ def about_run(plan: Plan, job: Job) -> CheckpointMeta:
         "microbatches": plan.microbatches,
         "rows": plan.rows,
         "replicas": plan.replicas,
+        "shared": shared_axes(plan),
     }
     return CheckpointMeta(
         0, job.seed, job.global_batch, trained=tuple(p.name for p in plan.params if p.trained),
@@ -118,6 +119,11 @@ def about_run(plan: Plan, job: Job) -> CheckpointMeta:
         plan_key=plan.key, strategy=strategy, versions=versions(),
         group_of={name: b.group for b in plan.buckets for name in b.params}, run=uuid4().hex,
     )  # fmt: skip
+
+
+def shared_axes(plan: Plan) -> dict[str, int]:
+    """Return the axes along which devices share chunks, whose program is the part of one of them."""
+    return {axis: plan.mesh.size(axis) for axis in plan.shared}
 
 
 def versions() -> dict[str, str]:

@@ -14,7 +14,7 @@ from piper_ir.ground.codec import loads
 from piper_ir.ground.errors import FormatError, JobError, PiperWarning
 from piper_ir.ground.sizes import TensorSpec, bind
 from piper_ir.plan.plan import Plan
-from piper_runtime.checkpoint.meta import CheckpointMeta, data_changes
+from piper_runtime.checkpoint.meta import CheckpointMeta, data_changes, shared_axes
 from piper_runtime.checkpoint.rank_tensors import (
     OPTIMIZER,
     group_settings,
@@ -82,12 +82,14 @@ def open_checkpoint(path: Path) -> SavedRun:
 def check_resumable(saved: SavedRun, plan: Plan, job: Job) -> None:
     """Raise JobError when a checkpoint is of another training than a plan's and a job's, each difference by name.
 
-    A program that differs otherwise (another version of the same model) is a warning.
+    A program that differs otherwise (another version of the same model) is a warning, where it can be told: programs
+    of devices that share chunks in another way differ, too.
     """
     for problem in _other_training(saved, plan, job):
         raise JobError(f"the checkpoint {saved.path} {problem}")
     saved_key = saved.meta.program_key
-    if saved_key and saved_key != plan.program_key:
+    alike = saved.meta.strategy.get("shared", {}) == shared_axes(plan)
+    if alike and saved_key and saved_key != plan.program_key:
         warnings.warn(
             f"the checkpoint {saved.path} was made with another program of a model with the same parameters; the "
             f"run goes on with this one",
