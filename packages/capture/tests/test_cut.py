@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -239,3 +240,32 @@ def test_the_program_is_the_same_every_time_and_from_every_device() -> None:
     programs = [program(m, "skip") for m in (SkipMLP, on_meta, SkipMLP())]
     assert programs[0] == programs[1] == programs[2]
     assert programs[0].key == programs[2].key
+
+
+class Square(torch.autograd.Function):
+    """A function with a backward of its own, which a trace has as a higher-order operator."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        context.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]  # one gradient
+        return gradient * 2 * context.saved_tensors[0]
+
+
+class Squares(SkipMLP):
+    """Squares, whose operators have no qualified name: a repr has the address, another in each process."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        squared: Tensor = Square.apply(super().forward(x))  # type: ignore[no-untyped-call]  # torch does not type it
+        return squared
+
+
+def test_texts_of_chunks_have_no_addresses() -> None:
+    given = CASES["skip"]
+    found = cut(capture_forward(Squares, partial(given.batch, 0), given.loss))
+    texts = [found.text(piece) for piece in found.pieces]
+    assert any("autograd_function_apply" in text for text in texts)
+    assert not any(" at 0x" in text for text in texts)

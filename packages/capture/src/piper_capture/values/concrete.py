@@ -143,7 +143,11 @@ def canonical_text(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
 
 
 def _qualified(target: Any) -> str:
-    return f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', None) or repr(target)}"
+    """Return a function's name; that of a higher-order operator, whose repr has its address, is `__name__` alone."""
+    named = (getattr(target, name, None) for name in ("__qualname__", "__name__"))
+    return (
+        f"{getattr(target, '__module__', None)}.{next(filter(None, named), None) or repr(target)}"
+    )
 
 
 def _size_text(node: fx.Node) -> str:

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import product
 
+from piper_compiler.ports import trains
 from piper_ir.graph.graph import At, Coord, Editor, Node
 from piper_ir.graph.graph_parts import MessageOrder, OrderEnd
 from piper_ir.ground.errors import CompileError
+from piper_ir.ground.node_ids import compute_id
 from piper_ir.ground.sizes import TensorSpec
 from piper_ir.plan.plan import Bucket
 from piper_ir.program.ops import Cast, Collective, Fold
@@ -28,19 +30,33 @@ def share(edit: Editor) -> None:
 
     If states are sharded and parameters are not, the parameters are all-gathered once, at the start of a step: in the
     order of their first use, which is the reverse order of buckets. Whole gradients are reduce-scattered once they are
-    complete. If gradients are sharded, the last fold of a bucket is a node too; `residency` adds the others.
+    complete. If gradients are sharded, the last fold of a bucket is a node too; `residency` adds the others. A role
+    that only reads the parameters, without a gradient, has nothing to fold.
     """
     for bucket in reversed(list(edit.buckets.values())):
         if bucket.shard.optim and not bucket.shard.params:
             for role, channel in zip(bucket.roles, bucket.gather, strict=True):
                 _on_bucket(edit, "gather", bucket, role, channel)
+    added = _added_on(edit)
     for bucket in list(edit.buckets.values()):
         for role, channel in zip(bucket.roles, bucket.scatter, strict=bool(bucket.scatter)):
+            if bucket.shard.grads and not any((role, name) in added for name in bucket.params):
+                continue
             if bucket.shard.grads:
                 coords = _coords("U", "fold", bucket)
                 edit.add(Node(f"fold.{bucket.id}#{role}", Fold(bucket.id), coords, (), (), role))
             elif not bucket.casts:
                 _on_bucket(edit, "scatter", bucket, role, channel)
+
+
+def _added_on(edit: Editor) -> set[tuple[str, str]]:
+    """Return the roles, each with a parameter to whose gradient a chunk on it adds."""
+    return {
+        (node.role, name)
+        for chunk in edit.graph.program.chunks
+        for node in edit.graph.families[compute_id(chunk.id, "F")]
+        for name in trains(chunk)
+    }
 
 
 def reduce(edit: Editor) -> None:
