@@ -494,6 +494,22 @@ def test_a_plan_that_says_nothing_of_rows_is_of_no_load() -> None:
         simulate(replace(plan, chunks=tuple(old)), NODES, load=5)
 
 
+def test_model_flops_are_the_same_however_devices_share_experts() -> None:
+    """Devices that cut each expert gather the rows of all of them: a device's rows are of more tokens."""
+    folded = recipes.expert_parallel(over=("tp", "ep"))
+    found = set()
+    for cut in (folded, recipes.expert_parallel(hidden="tp")):
+        replicas = recipes.data_parallel(over=("ep",), zero=1)
+        directives = (*recipes.tensor_parallel(sequence=True), *cut, *replicas)
+        made = piper.compile(
+            models.job(LARGE, global_batch=8), Strategy(Mesh(tp=2, ep=2), directives)
+        )
+        found.add(model_flops(made.plan, LARGE.length))
+        mixture = mixture_of(made.plan)
+        assert mixture is not None and mixture.choices == 2 * mixture.tokens
+    assert len(found) == 1
+
+
 def test_places_without_rows_count_in_no_flops() -> None:
     """One device and four devices count the same FLOPs of a dropless mixture; a token visits 2 of 8 experts."""
     alone = piper.compile(

@@ -17,7 +17,7 @@ from piper_ir.program.ops import Compute
 from piper_ir.program.program import Step
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.durations.cost_model import Work
-from piper_simulator.durations.expert_loads import tokens_of
+from piper_simulator.durations.expert_loads import devices_of, tokens_of
 from piper_simulator.durations.expert_work import loaded
 
 
@@ -89,7 +89,7 @@ def _visited(plan: Plan, tokens: int) -> dict[str, float]:
 
     In a batch of products [M, K] x [K, N], one per expert, each expert has M of the tokens. M includes places that no
     token took, which only a run knows. In a grouped product all experts of [E, K, N] share the M rows. If devices share
-    experts, M are of the tokens of all of these devices, and of a dropless mixture on average.
+    experts, or cut each one, M are of the tokens of all of these devices, and of a dropless mixture on average.
     """
     shapes = {p.name: tuple(bind(d, plan.rows) for d in p.spec.shape) for p in plan.params}
     visited: dict[str, float] = {}
@@ -108,8 +108,7 @@ def _visited(plan: Plan, tokens: int) -> dict[str, float]:
             each = rows.get(shape, 0.0)
             if not each and len(shape) == 3 and shape[0]:
                 each = shared.get(shape[1:], 0.0) / shape[0]
-            ranks = plan.mesh.degree(plan.mesh.along(chunk.experts))
-            there = tokens_of(chunk, tokens) * ranks
+            there = tokens_of(chunk, tokens) * devices_of(plan, chunk)
             if 0 < each < there:
                 visited[name] = max(visited.get(name, 0.0), each / there)
     return visited

@@ -123,13 +123,27 @@ def tokens_of(chunk: Chunk, tokens: int) -> int:
     return min([tokens, *(prod(bind(d, 0) for d in shape[:-1]) for shape in outputs)])
 
 
+def devices_of(plan: Plan, chunk: Chunk) -> int:
+    """Return the devices whose tokens a chunk's experts compute: those that share them, and those that cut each one.
+
+    The latter gather the rows of all of them for their part of its hidden elements.
+    """
+    axes = set(plan.mesh.along(chunk.experts))
+    if "F" in chunk.steps and chunk.steps["F"].experts is not None:
+        read = {i.ref for i in chunk.inputs if i.kind == "param"}
+        weights = [p for p in plan.params if p.name in read and len(p.spec.shape) == 3]
+        axes |= {part.axis for p in weights for part in p.layout}
+    return plan.mesh.degree(tuple(axes))
+
+
 def mixture_of(plan: Plan) -> Mixture | None:
     """Return the experts of a plan; None if it has none."""
     shared = [c for c in plan.chunks if of_experts(c)]
     for chunk in shared or plan.chunks:
         for kernel, experts in _of_weights(chunk):
             ranks = plan.mesh.degree(plan.mesh.along(chunk.experts))
-            tokens = ranks * tokens_of(chunk, plan.rows * (plan.tokens_per_row or 0))
+            own = tokens_of(chunk, plan.rows * (plan.tokens_per_row or 0))
+            tokens = devices_of(plan, chunk) * own
             if (region := chunk.steps["F"].experts) is not None:
                 choices, rounds = ranks * bind(region.rows, 0), bool(region.round.kernels)
                 return Mixture(experts * ranks, ranks, choices, tokens, False, region.bound, rounds)
