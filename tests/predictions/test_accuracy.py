@@ -80,9 +80,11 @@ def test_a_mixture_is_said_with_its_experts() -> None:
     assert config.experts is not None and config.latent is not None and not notes
     assert (config.experts.number, config.experts.shared_hidden) == (8, 512)
     assert (config.experts.capacity_factor, config.dense_layers) == (1, 1)
-    ring = model_of(read_row({**MIXTURE, "cp": "2", "dp": "2"}))
+    ring = model_of(read_row({**MIXTURE, "cp": "2", "dp": "2", "capacity": "2"}))
     assert ring[0].experts is not None and ring[0].experts.capacity_factor is None
-    assert "experts are dropless" in ring[1][0]
+    assert "too few rows for a capacity of 2" in ring[1][0]
+    again = {"tp": "2", "dp": "2", "seq_parallel": "no", "capacity": ""}
+    assert "whole along tp" in model_of(read_row({**MIXTURE, **again}))[1][0]
     biased = model_of(read_row({**MIXTURE, "arch": "gpt", "note": ""}))[0]
     assert biased.experts is not None and biased.experts.bias and not biased.mlp_bias
 

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from piper import models
 from piper.published.table import PublishedRow
-from piper.published.zero_bubble_order import zero_bubble_order
+from piper.published.zero_bubble_order import held_bytes, zero_bubble_order
 from piper_compiler import Strategy, partition, recipes, recompute, replicate, split
 from piper_compiler.directives import Directive
 from piper_compiler.directives.partition import Partition
@@ -164,11 +164,10 @@ def row(
     degrees |= {"cp": published.cp, "tp": published.tp}
     mesh = Mesh(tuple((axis, n) for axis, n in degrees.items() if axis != "ep" or n > 1))
     software = cluster.device.stack
-    behind = software is not None and software.gradients == "behind"
     sharding = _sharding(published, software)
     rest = (
         *_recomputation(published, config, software),
-        *_states(published, config, behind),
+        *_states(published, config, software is not None and software.gradients == "behind"),
     )
     strategy = Strategy(mesh, (*sharding, *_schedule(published, microbatches, times), *rest))
     return PublishedRun(published, job, strategy, cluster, sharding, rest, notes)
@@ -295,8 +294,20 @@ def model_of(published: PublishedRow) -> tuple[models.DecoderConfig, tuple[str, 
             shared_hidden=hidden * published.shared_experts,
             capacity_factor=_capacity(published),
         )
-        if published.capacity and _capacity(published) is None:
-            notes.append("experts are dropless, and whole along axes that share tokens: too large")
+        if _capacity(published) is None:
+            capacity, alone = (
+                published.capacity or 1,
+                published.ep > 1 and not published.seq_parallel,
+            )
+            if capacity != 1:
+                few = "too few" if capacity > 1 else "too many"
+                notes.append(
+                    f"experts are dropless, and have {few} rows for a capacity of {capacity:g}"
+                )
+            if published.tp > 1 and alone:
+                notes.append(
+                    "experts are whole along tp, which repeats their work: give seq_parallel"
+                )
     for words, changes in MODEL_WORDS:
         if published.says(words):
             fields |= changes
@@ -305,8 +316,6 @@ def model_of(published: PublishedRow) -> tuple[models.DecoderConfig, tuple[str, 
     if fields.get("dropout") and fields.get("attention") != "math":
         fields["attention_dropout"] = 0.0
         notes.append("attention's kernel draws no dropout")
-    if published.schedule != "none" and published.pp > 1 and published.tied:
-        fields["tied"] = True
     return _config(tuple(sorted(fields.items()))), tuple(notes)
 
 
@@ -423,15 +432,10 @@ def _schedule(published: PublishedRow, microbatches: int, times: Any) -> tuple[D
         (seconds["F"], seconds["I"], seconds["W"]),
         seconds["hop"],
         microbatches,
-        _held(published),
+        held_bytes(published.hidden, published.heads, published.seq),
         pp if published.schedule == "zb1p" else 2 * pp,
     )
     return recipes.scheduled(orders, microbatches=microbatches, at=at)
-
-
-def _held(published: PublishedRow) -> tuple[float, float]:
-    """Return the bytes of a token in a layer from F to I, and from I to W, as Zero Bubble's software estimates them."""
-    return 34 * published.hidden + 5 * published.heads * published.seq, 32 * published.hidden
 
 
 def _boundaries(layers: int, stages: int) -> Any:
