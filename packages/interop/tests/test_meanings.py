@@ -108,9 +108,13 @@ def test_numbers_that_megatron_refuses(more: str, complaint: str) -> None:
     [
         ("--moe-router-topk 1", "--moe-router-pre-softmax"),
         ("--moe-router-group-topk 2", "needs --moe-router-num-groups"),
+        (
+            "--expert-model-parallel-size 4 --tensor-model-parallel-size 2",
+            "add --sequence-parallel",
+        ),
     ],
 )
-def test_routers_that_megatron_refuses(more: str, complaint: str) -> None:
+def test_mixtures_that_megatron_refuses(more: str, complaint: str) -> None:
     with pytest.raises(JobError, match=complaint):
         described(more, base=MIXTURE)
 

@@ -78,15 +78,20 @@ def _experts_whole(foreign: Foreign) -> bool:
     return exchanged(foreign) and found.etp > 1 and not found.cut
 
 
+def _experts_have_the_same_tokens(foreign: Foreign) -> bool:
+    """Return whether experts would be spread over devices of tp that have the same tokens."""
+    alike = degrees(foreign).tp > 1 and not foreign["sequence-parallel"]
+    return mixture(foreign) and exchanged(foreign) and alike
+
+
 def _experts_do_not_fit(foreign: Foreign) -> bool:
-    """Return whether experts would be spread over a part of an axis, or over devices with the same tokens."""
+    """Return whether experts would be spread over a part of an axis."""
     found = degrees(foreign)
     if not mixture(foreign) or not found.devices:
         return False
     if exchanged(foreign):
         axes = found.exchanged
-        alike = found.tp > 1 and not foreign["sequence-parallel"]
-        return alike or axes is None or foreign["num-experts"] % axes.ep != 0
+        return axes is None or foreign["num-experts"] % axes.ep != 0
     whole = found.experts_cut_alike if found.etp != found.tp else found.ep
     return whole < 1 or found.dp % whole != 0
 
@@ -127,6 +132,12 @@ _FLOAT8: tuple[OptionRow, ...] = (
         when=lambda foreign: not foreign.get("fp8-param-gather", False),
     ),
     Mapped("Precision(float8=)"),
+)
+_EXPERTS_ALIKE = Unsupported(
+    "experts over devices of tp with the same tokens",
+    "add --sequence-parallel, which Megatron asks for beside experts and tp",
+    unless=(),
+    when=_experts_have_the_same_tokens,
 )
 _EXPERTS_OVER_MORE = Unsupported(
     "experts over a part of tp, cp or the replicas",
@@ -181,7 +192,7 @@ STRATEGY: OptionTable = {
     "overlap-p2p-communication-warmup-flush": Ignored("messages are beside compute in every phase here"),
     "use-ring-exchange-p2p": Ignored("the same messages, sent by another call"),
     "pipeline-model-parallel-comm-backend": Ignored("clusters say how fast messages are"),
-    "expert-model-parallel-size": (_EXPERTS_OVER_MORE, Mapped("ep")),
+    "expert-model-parallel-size": (_EXPERTS_ALIKE, _EXPERTS_OVER_MORE, Mapped("ep")),
     "expert-tensor-parallel-size": (
         Unsupported(
             "experts cut by another number than tp",
