@@ -124,9 +124,9 @@ def tokens_of(chunk: Chunk, tokens: int) -> int:
 
 
 def devices_of(plan: Plan, chunk: Chunk) -> int:
-    """Return the devices whose tokens a chunk's experts compute: those that share them, and those that cut each one.
+    """Return the devices whose tokens a chunk's experts compute: all that share experts, or cut each one.
 
-    The latter gather the rows of all of them for their part of its hidden elements.
+    Devices that cut an expert gather the rows of all of them for their part of its hidden elements.
     """
     axes = set(plan.mesh.along(chunk.experts))
     if "F" in chunk.steps and chunk.steps["F"].experts is not None:

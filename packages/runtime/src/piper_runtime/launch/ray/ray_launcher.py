@@ -139,7 +139,7 @@ class _Team:
     def _last_look(self, dead: int) -> list[tuple[int, Any]]:
         """Learn a dead rank's last heart from a living rank of its node, and return that one's messages.
 
-        What the dead rank said since the last look died with it, so that a run may repeat the steps since then.
+        The dead rank's own messages since the last look are lost, so that a run may repeat the steps since then.
         """
         node = self.places[dead].node
         living = [
