@@ -57,9 +57,10 @@ def test_sums_of_gradients_are_kernels_of_their_own() -> None:
     """A run of element-wise kernels would drop the float32 one, since it holds one of 16 bit."""
     stack = STACKS["hopper-megatron-deterministic"]
     add, other = replace(ADD, dtype="float32"), replace(COPY, op="sum")
+    third = replace(COPY, op="cat")
     steps: tuple[Step, ...] = ("F", "W", "B")
-    found = [[k.op for k in run_kernels(stack, [other, add, other], step)] for step in steps]
-    assert found == [["sum"], ["sum", "add", "sum"], ["sum", "add", "sum"]]
+    found = [[k.op for k in run_kernels(stack, [other, add, third], step)] for step in steps]
+    assert found == [["sum"], ["sum", "add", "cat"], ["sum", "add", "cat"]]
 
 
 def test_a_factor_of_one_step_leaves_the_others() -> None:
@@ -93,4 +94,55 @@ def test_kernels_that_inductor_made_for_a_plan_are_launched_as_they_are() -> Non
 @pytest.mark.parametrize(("chosen", "launches"), [("topk", 3), ("scatter", 3), ("silu", 1)])
 def test_the_kernels_of_a_router_are_launched_each(chosen: str, launches: int) -> None:
     stack = STACKS["hopper-megatron"]
-    assert len(run_kernels(stack, [ADD, replace(ADD, op=chosen), ADD], "F")) == launches
+    assert len(run_kernels(stack, [ADD, replace(ADD, op=chosen), WIDE], "F")) == launches
+
+
+def product(*dims: int) -> Kernel:
+    return Kernel("matmul", dims, "bfloat16", 1, 1, op="mm")
+
+
+WIDE = replace(COPY, op="silu_backward")
+
+
+@pytest.mark.parametrize("ffn", [24, 16])
+def test_gate_and_up_are_one_product_around_their_activation(ffn: int) -> None:
+    """The product behind them is none of theirs, whatever its size is: 16 is the width of the model."""
+    stack, mul = STACKS["hopper-nemo"], replace(COPY, op="mul")
+    gate, down = product(8, ffn, 16), product(8, 16, ffn)
+    forward = run_kernels(stack, [NORM, gate, replace(COPY, op="silu"), gate, mul, down, ADD], "F")
+    assert len(forward) == 5
+    assert [k.dims for k in forward if k.op == "mm"] == [(8, 2 * ffn, 16), (8, 16, ffn)]
+    back, alone = product(8, 16, ffn), product(8, ffn, 16)
+    kernels = [alone, mul, mul, back, WIDE, back, ADD, NORM, ADD]
+    backward = run_kernels(stack, kernels, "I")
+    assert [k.dims for k in backward if k.op == "mm"] == [(8, ffn, 16), (8, 16, 2 * ffn)]
+    assert [k.op for k in backward if k.op != "mm"][-2:] == ["layer_norm", "add"]
+
+
+def test_plain_layers_of_one_width_are_two_products() -> None:
+    """As with 4 h hidden elements that four devices share."""
+    stack, gelu = STACKS["hopper-nemo"], replace(COPY, op="gelu")
+    each = product(8, 16, 16)
+    for step, kernels in (("F", [each, gelu, each, ADD]), ("I", [each, gelu, each, NORM, ADD])):
+        found = run_kernels(stack, kernels, step)  # type: ignore[arg-type]  # a step
+        assert [k.dims for k in found if k.op == "mm"] == [(8, 16, 16)] * 2
+
+
+def test_one_product_gives_the_sum_of_its_input_gradients() -> None:
+    """Three products need two sums; the third addition is of something else, such as the residual stream."""
+    stack = STACKS["hopper-nemo"]
+    keys, queries = replace(product(8, 16, 4), count=2), product(8, 16, 16)
+    found = run_kernels(stack, [keys, ADD, queries, ADD, ADD], "I")
+    assert [(k.op, k.dims) for k in found] == [("mm", (8, 16, 24)), ("add", ())]
+    router = run_kernels(stack, [product(8, 16, 4), ADD], "I")
+    assert [k.op for k in router] == ["mm", "add"]
+
+
+def test_a_run_is_as_many_kernels_as_it_has_of_one_operator() -> None:
+    """Rotary embeddings of queries and of fewer keys are two kernels, each with its own bytes."""
+    stack = STACKS["hopper-nemo"]
+    cat, small = replace(COPY, op="cat", bytes=700), replace(COPY, op="cat", bytes=70)
+    run = [cat, ADD, small, replace(ADD, bytes=100)]
+    assert [bind(k.bytes, 0) for k in run_kernels(stack, run, "F")] == [1000, 100]
+    alike = [replace(cat, count=2), replace(ADD, count=2)]
+    assert [bind(k.bytes, 0) for k in run_kernels(stack, alike, "F")] == [1000, 1000]

@@ -6,6 +6,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from torch import fx
@@ -83,8 +84,12 @@ def launched(op: object, args: Sequence[Any], out: Any, kwargs: Mapping[str, Any
 
 
 def counted(cost: Cost) -> Cost:
-    """Return a cost in which equal kernels are counted together, in the order of their first launch."""
-    return Cost(tuple(replace(kernel, count=n) for kernel, n in Counter(cost.kernels).items()))
+    """Return a cost in which equal kernels of a run are counted together, in the order of their first launch.
+
+    A run is of element-wise kernels or of others: an addition behind a product is no part of a run before the product.
+    """
+    runs = (Counter(run) for _, run in groupby(cost.kernels, lambda k: k.kind == "elementwise"))
+    return Cost(tuple(replace(kernel, count=n) for run in runs for kernel, n in run.items()))
 
 
 def _launches(node: fx.Node) -> bool:

@@ -13,8 +13,8 @@ A plan has a kernel for each operator of the model. Software joins them, or adds
                              softmax is a kernel with its neighbours before it forward, and behind it backward; dropout
                              beside it is one of its own. The scale of a tensor in float8 ends a run. The kernels of
                              a router, with a top-k among them or its gradient's scatter, are launched each
-    joined                   queries, keys and values are one product, and gate and up: their input gradients are one
-                             tensor, and no kernels add them up
+    joined                   queries, keys and values are one product, and gate and up, between which an activation
+                             may stand: their input gradients are one tensor, and no kernels add them up
     passes                   an operator, or one of a step ("W.add"), moves more or fewer bytes than the plan counts;
                              none, if its factor is 0
     loss_bytes               a cross-entropy moves so many bytes per logit
@@ -25,7 +25,8 @@ A plan has a kernel for each operator of the model. Software joins them, or adds
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from math import prod
 
 from piper_ir.ground.sizes import bind
@@ -53,8 +54,6 @@ def run_kernels(stack: Stack, kernels: Sequence[Kernel], step: Step) -> Sequence
         added = [_adds_gradient(k, step) for k in kernels]
         sums = [_sum_of_product(k) for k, own in zip(kernels, added, strict=True) if own]
         kernels = [k for k, own in zip(kernels, added, strict=True) if not own]
-    if stack.joined and step == "I":
-        kernels = list(_residual_adds(kernels))
     if stack.joined and step != "B":  # whose neighbours are products of I and W in turn
         kernels = list(_joined_products(kernels, step))
     if stack.loss_bytes or stack.passes:
@@ -68,6 +67,10 @@ def run_kernels(stack: Stack, kernels: Sequence[Kernel], step: Step) -> Sequence
     return kernels
 
 
+def _is_forward(step: Step) -> bool:
+    return step in ("F", "R")
+
+
 def _adds_gradient(kernel: Kernel, step: Step) -> bool:
     """Return whether a kernel adds the gradient of a weight to its sum."""
     narrow = kernel.dtype in HALF
@@ -78,7 +81,7 @@ def _as_counted(stack: Stack, kernel: Kernel, step: Step) -> Kernel | None:
     """Return a kernel with the bytes that the stack's facts say; None if the stack has no such kernel."""
     if kernel.kind == "loss" and stack.loss_bytes and len(kernel.dims) == 2:
         rows, classes = (bind(d, 0) for d in kernel.dims)
-        each = stack.loss_bytes[step not in ("F", "R")]
+        each = stack.loss_bytes[not _is_forward(step)]
         return replace(kernel, bytes=round(rows * classes * each))
     factor = stack.passes.get(f"{step}.{kernel.op}", stack.passes.get(kernel.op))
     if factor is None:
@@ -102,7 +105,7 @@ def _fill(stack: Stack, kernel: Kernel, step: Step) -> Iterator[Kernel]:
     """
     if kernel.kind not in stack.fills or (kernel.kind == "norm" and step == "W"):
         return
-    backward = step not in ("F", "R")
+    backward = not _is_forward(step)
     item = 4 if kernel.dtype == "float32" else 2
     if kernel.kind == "norm":
         nbytes = bind(kernel.bytes, 0) // (3 if backward else 2)
@@ -115,58 +118,100 @@ def _fill(stack: Stack, kernel: Kernel, step: Step) -> Iterator[Kernel]:
     yield Kernel("elementwise", (), kernel.dtype, 0, nbytes, kernel.count, op=FILL)
 
 
-def _residual_adds(kernels: Sequence[Kernel]) -> Iterator[Kernel]:
-    """Yield the kernels without the sums of input gradients of products that the stack joins.
+@dataclass
+class _Product:
+    """Collect neighbouring products that a stack joins, and the element-wise kernels beside them.
 
-    One sum is left for each norm, that of the residual stream.
+    Attributes:
+        kernel: the products as one.
+        parts: how many they are.
+        sums: the kernels that added up their results, which one product gives at once.
+        before, behind: further kernels, from before its last part and from behind it.
     """
-    left = sum(k.count for k in kernels if k.kind == "norm")
-    kept: dict[int, int] = {}
-    adds = [k for k in kernels if k.op == "add" and k.dtype in HALF]
-    for kernel in sorted(adds, key=lambda k: bind(k.bytes, 0)):  # sharded along tokens it is small
-        kept[id(kernel)] = min(kernel.count, left)
-        left -= kept[id(kernel)]
-    for kernel in kernels:
-        count = kept.get(id(kernel), kernel.count)
-        if count:
-            yield replace(kernel, count=count)
+
+    kernel: Kernel
+    parts: int
+    sums: int = 0
+    before: list[Kernel] = field(default_factory=list)
+    behind: list[Kernel] = field(default_factory=list)
+
+    def joins(self, other: Kernel, free: int, step: Step, follower: Kernel | None) -> bool:
+        """Return whether another product belongs to them, given the kernel that follows it.
+
+        One activation may stand between, or its gradient: then a product with it follows, or the sum of both results.
+        """
+        if not _fits(self.kernel, other, free):
+            return False
+        between = [k for k in self.behind if not _adds_gradient(k, step)]
+        gate = "mul" if _is_forward(step) else "add"
+        gated = follower is not None and follower.op == gate and not self.before
+        return not between or (gated and sum(k.count for k in between) == 1)
+
+    def run(self, step: Step) -> Iterator[Kernel]:
+        """Yield the kernels: the further ones behind the product in a forward, and before it in a backward."""
+        yield from () if _is_forward(step) else self.before
+        yield self.kernel
+        yield from (*self.before, *self.behind) if _is_forward(step) else self.behind
 
 
 def _joined_products(kernels: Sequence[Kernel], step: Step) -> Iterator[Kernel]:
     """Yield the kernels with neighbouring products as one, if they differ in the dimension that is joined.
 
     That is the columns of the results forward, the inner dimension of input gradients, the rows of weight gradients.
+    Of weight gradients the first behind a norm is that of the product at the end of a block, which stays alone.
     """
     free = {"I": 2, "W": 0}.get(step, 1)
-    before: Kernel | None = None
-    for kernel in kernels:
-        if kernel.kind != "matmul" or len(kernel.dims) != 3:
-            if before is not None:
-                yield before
-            before = None
+    open_: _Product | None = None
+    ends = step == "W"
+    for kernel, follower in zip_longest(kernels, kernels[1:]):
+        if kernel.kind == "matmul" and len(kernel.dims) == 3:
+            if ends:
+                yield replace(kernel, count=1)
+                kernel, ends = replace(kernel, count=kernel.count - 1), False
+            each = _times(kernel, free)
+            if not kernel.count:
+                continue
+            if open_ is not None and open_.joins(each, free, step, follower):
+                open_.kernel = _with(open_.kernel, each, free)
+                open_.parts += kernel.count
+                open_.before += open_.behind
+                open_.behind = []
+                continue
+            if open_ is not None:
+                yield from open_.run(step)
+            open_ = _Product(each, kernel.count)
+        elif open_ is None or kernel.kind != "elementwise":
+            if open_ is not None:
+                yield from open_.run(step)
+            open_, ends = None, ends or (step == "W" and kernel.kind != "elementwise")
             yield kernel
-            continue
-        dims = tuple(bind(d, 0) for d in kernel.dims)
-        each = replace(
-            kernel,
-            dims=tuple(d * kernel.count if k == free else d for k, d in enumerate(dims)),
-            flops=bind(kernel.flops, 0) * kernel.count,
-            bytes=bind(kernel.bytes, 0) * kernel.count,
-            count=1,
-        )
-        if before is not None and _fits(before, each, free):
-            known = before.dims[free] + each.dims[free]
-            each = replace(
-                each,
-                dims=tuple(known if k == free else d for k, d in enumerate(each.dims)),
-                flops=bind(before.flops, 0) + bind(each.flops, 0),
-                bytes=bind(before.bytes, 0) + bind(each.bytes, 0),
-            )
-        elif before is not None:
-            yield before
-        before = each
-    if before is not None:
-        yield before
+        else:
+            gone = 0
+            if step == "I" and kernel.op == "add" and kernel.dtype in HALF:
+                gone = min(kernel.count, open_.parts - 1 - open_.sums)
+                open_.sums += gone
+            if gone < kernel.count:
+                open_.behind.append(replace(kernel, count=kernel.count - gone))
+    if open_ is not None:
+        yield from open_.run(step)
+
+
+def _times(kernel: Kernel, free: int) -> Kernel:
+    """Return equal products as one."""
+    dims = tuple(bind(d, 0) * (kernel.count if k == free else 1) for k, d in enumerate(kernel.dims))
+    flops, moved = (bind(x, 0) * kernel.count for x in (kernel.flops, kernel.bytes))
+    return replace(kernel, dims=dims, flops=flops, bytes=moved, count=1)
+
+
+def _with(before: Kernel, after: Kernel, free: int) -> Kernel:
+    """Return two products as one."""
+    pairs = enumerate(zip(before.dims, after.dims, strict=True))
+    return replace(
+        after,
+        dims=tuple(bind(a, 0) + bind(b, 0) if k == free else b for k, (a, b) in pairs),
+        flops=bind(before.flops, 0) + bind(after.flops, 0),
+        bytes=bind(before.bytes, 0) + bind(after.bytes, 0),
+    )
 
 
 def _fits(before: Kernel, after: Kernel, free: int) -> bool:
@@ -203,13 +248,17 @@ def _apart(before: Kernel, after: Kernel) -> bool:
 
 
 def _joined(run: Sequence[Kernel]) -> Iterator[Kernel]:
-    """Yield a run as kernels: of kernels that are there k times, the k-th round is one kernel of the largest."""
+    """Yield a run as kernels: if an operator is there k times, the k-th is the largest of the k-th ones of each."""
     if any(k.op in _ROUTER for k in run):
         yield from run
         return
-    done, run = 0, [k for k in run if k.dtype in HALF] or run
-    for count in sorted({k.count for k in run}):
-        members = [k for k in run if k.count >= count]
-        largest = max(members, key=lambda k: bind(k.bytes, 0))
-        yield replace(largest, count=count - done)
-        done = count
+    by_op: dict[str, list[Kernel]] = {}
+    for kernel in [k for k in run if k.dtype in HALF] or run:
+        by_op.setdefault(kernel.op, []).extend([replace(kernel, count=1)] * kernel.count)
+    ranked = [sorted(each, key=_moved, reverse=True) for each in by_op.values()]
+    for kth in zip_longest(*ranked):
+        yield max((k for k in kth if k is not None), key=_moved)
+
+
+def _moved(kernel: Kernel) -> int:
+    return bind(kernel.bytes, 0)
