@@ -112,7 +112,7 @@ def test_later_runs_of_a_fitted_stack_are_predicted_within_its_interval() -> Non
     rows = read_rows(Path(__file__).parents[2] / "benchmarks/published/nemo_runs.csv")
     found = [predict(one, memory=False) for one in rows if one.pp == 1]
     assert len(found) == 6 and all(run.covered for run in found)
-    assert all(abs(run.error or 1.0) < 0.035 for run in found)
+    assert all(abs(run.error or 1.0) < 0.04 for run in found)
 
 
 @each_case(
