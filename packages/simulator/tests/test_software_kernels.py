@@ -120,7 +120,7 @@ def test_gate_and_up_are_one_product_around_their_activation(ffn: int) -> None:
 
 
 def test_plain_layers_of_one_width_are_two_products() -> None:
-    """As with 4 h hidden elements that four devices share."""
+    """Four devices that share 4 h hidden elements have such products."""
     stack, gelu = STACKS["hopper-nemo"], replace(COPY, op="gelu")
     each = product(8, 16, 16)
     for step, kernels in (("F", [each, gelu, each, ADD]), ("I", [each, gelu, each, NORM, ADD])):

@@ -106,7 +106,7 @@ class PublishedRun:
         strategy: its mesh and directives.
         cluster: its devices, with the software stack.
         sharding: the first directives of the strategy, which stand before those of the schedule.
-        rest: the directives behind these: recomputation, and the replicas' states at last.
+        rest: the last directives, behind those of the schedule: recomputation, then `replicate`.
         notes: the fields that are taken in the nearest form.
     """
 
@@ -295,16 +295,13 @@ def model_of(published: PublishedRow) -> tuple[models.DecoderConfig, tuple[str, 
             capacity_factor=_capacity(published),
         )
         if _capacity(published) is None:
-            capacity, alone = (
-                published.capacity or 1,
-                published.ep > 1 and not published.seq_parallel,
-            )
+            capacity = published.capacity or 1
             if capacity != 1:
                 few = "too few" if capacity > 1 else "too many"
                 notes.append(
                     f"experts are dropless, and have {few} rows for a capacity of {capacity:g}"
                 )
-            if published.tp > 1 and alone:
+            if published.ep > 1 and published.tp > 1 and not published.seq_parallel:
                 notes.append(
                     "experts are whole along tp, which repeats their work: give seq_parallel"
                 )

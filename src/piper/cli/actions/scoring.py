@@ -118,7 +118,7 @@ FAR = 3.0
 
 
 def _doubtful(known: Sequence[tuple[RunPrediction, Device]]) -> list[str]:
-    """Return warnings for measured rows in which a column may be wrong.
+    """Return warnings for measured rows that may have a wrong value in a column.
 
     The prediction of such a row needs more memory than its device has, or is `FAR` times away from the measured step.
     """

@@ -84,7 +84,7 @@ def launched(op: object, args: Sequence[Any], out: Any, kwargs: Mapping[str, Any
 
 
 def counted(cost: Cost) -> Cost:
-    """Return a cost in which equal kernels of a run are counted together, in the order of their first launch.
+    """Return a cost with one entry for equal kernels of a run, in the order of their first launch.
 
     A run is of element-wise kernels or of others: an addition behind a product is no part of a run before the product.
     """

@@ -147,6 +147,20 @@ class _Product:
         gated = follower is not None and follower.op == gate and not self.before
         return not between or (gated and sum(k.count for k in between) == 1)
 
+    def join(self, other: Kernel, count: int, free: int) -> None:
+        """Add `count` further products, given as one."""
+        self.kernel, self.parts = _with(self.kernel, other, free), self.parts + count
+        self.before, self.behind = [*self.before, *self.behind], []
+
+    def follow(self, kernel: Kernel, step: Step) -> None:
+        """Add an element-wise kernel behind them, unless it adds up their input gradients."""
+        gone = 0
+        if step == "I" and kernel.op == "add" and kernel.dtype in HALF:
+            gone = min(kernel.count, self.parts - 1 - self.sums)
+            self.sums += gone
+        if gone < kernel.count:
+            self.behind.append(replace(kernel, count=kernel.count - gone))
+
     def run(self, step: Step) -> Iterator[Kernel]:
         """Yield the kernels: the further ones behind the product in a forward, and before it in a backward."""
         yield from () if _is_forward(step) else self.before
@@ -172,10 +186,7 @@ def _joined_products(kernels: Sequence[Kernel], step: Step) -> Iterator[Kernel]:
             if not kernel.count:
                 continue
             if open_ is not None and open_.joins(each, free, step, follower):
-                open_.kernel = _with(open_.kernel, each, free)
-                open_.parts += kernel.count
-                open_.before += open_.behind
-                open_.behind = []
+                open_.join(each, kernel.count, free)
                 continue
             if open_ is not None:
                 yield from open_.run(step)
@@ -186,12 +197,7 @@ def _joined_products(kernels: Sequence[Kernel], step: Step) -> Iterator[Kernel]:
             open_, ends = None, ends or (step == "W" and kernel.kind != "elementwise")
             yield kernel
         else:
-            gone = 0
-            if step == "I" and kernel.op == "add" and kernel.dtype in HALF:
-                gone = min(kernel.count, open_.parts - 1 - open_.sums)
-                open_.sums += gone
-            if gone < kernel.count:
-                open_.behind.append(replace(kernel, count=kernel.count - gone))
+            open_.follow(kernel, step)
     if open_ is not None:
         yield from open_.run(step)
 

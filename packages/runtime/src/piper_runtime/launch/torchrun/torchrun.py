@@ -49,7 +49,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 EXCHANGED_PER_S = 1e7
 """The least bytes per second of the ranks' exchange after a run, over a slow network."""
 LEAVE_S = 5.0
-"""The seconds at exit in which the peers of a run that failed end, and so the waits for them."""
+"""The seconds that a rank waits at exit, after a run that failed, until the ends of its peers end its own thread."""
 HEADLINE = 240
 """The characters of rank 0's error that other ranks repeat."""
 _DONE = "done"
@@ -156,8 +156,8 @@ def _leave() -> None:
 
     gloo's thread drops a tensor a moment after `wait` has returned. If that was the last reference it needs the
     interpreter's lock, and a request for that while the interpreter shuts down ends the process with SIGABRT. So does
-    the thread of a rank that waits for a peer which ends just then: after a run that failed it gets a while for that.
-    gloo's threads may never end then, and are left alone.
+    the rank's own thread, if a peer that it waits for ends at that moment: after a run that failed, `LEAVE_S` are given
+    for the peers to end before. gloo's threads may never end then, and are left alone.
     """
     global _member
     member, _member = _member, None
