@@ -14,9 +14,11 @@ from piper.published.table import read_rows
 
 FOLDER = Path(__file__).parent / "published"
 TABLES = {
+    "bigscience_runs.csv": "*13312x82-tp4pp12-2-*",
     "fsdp_runs.csv": "fms-7b",
     "llm_foundry_h100.csv": "*13b-2048*",
     "mixtures.csv": "*mbc4",
+    "nanotron_runs.csv": "nanotron-3.57B-tp[248]",
     "nemo_runs.csv": "nemo8b*",
     "nemo_2025.csv": "gb200-405b*",
     "own_runs.csv": "*8x1024",

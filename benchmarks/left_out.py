@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-from piper.published.convert import cluster_of
+from piper.published.run_cluster import cluster_of
 from piper.published.scoring import HEADLINE, Scores, by_model, predict, scores
 from piper.published.table import PublishedRow, read_rows
 from piper_simulator import SOFTWARE, Stack, stacks_of

@@ -17,9 +17,11 @@ import piper
 from piper.cli import app
 from piper.cli.actions.scoring import _doubtful
 from piper.published import plans
-from piper.published.convert import cluster_of, model_of, readings, row, stack_for
+from piper.published.convert import readings, row
 from piper.published.fitting import fit
 from piper.published.plans import plan_of, stage_times
+from piper.published.run_cluster import cluster_of, stack_for
+from piper.published.run_model import model_of
 from piper.published.scoring import RunPrediction, by_model, kendall, percentile, predict, score
 from piper.published.stack_file import check_target, write_stack
 from piper.published.table import PublishedRow, read_row, read_rows, write_rows
@@ -182,6 +184,7 @@ def test_a_row_that_cannot_be_said_is_refused_with_the_reason(
         ("h100-80g-sxm", "dgxc", "NeMo, Megatron-Core", "hopper-nemo"),
         ("gb200-186g", "dgxc", "NeMo, Megatron-Core", "blackwell-nemo"),
         ("h100-80g-sxm", "llm-foundry", "FSDP", "hopper-llm-foundry"),
+        ("h100-80g-sxm", "huggingface", "nanotron", "hopper-nanotron"),
         ("a100-80g-sxm", "Zero Bubble", "", "ampere-zero-bubble"),
         ("a100-80g-sxm", "nobody", "", "ampere-megatron"),  # tp 2, so like Megatron
     ],

@@ -4,6 +4,7 @@ draw."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,9 @@ from piper import Mesh, Precision, Strategy, models, order, recipes, where
 from piper.models import GPTConfig
 from piper_ir.ground.trace import Trace
 from piper_ir.plan.plan import Plan
+from piper_ir.program.ops import Recv, Send
+from piper_simulator import STACKS, DeviceModel, with_stack
+from piper_simulator.durations.instances import meeting_inside
 from tests.helpers.slow_devices import slow_devices
 
 SIZES = GPTConfig(layers=6, width=64, heads=2, vocab=64, length=16)
@@ -111,3 +115,30 @@ def test_without_jitter_every_rank_has_its_host() -> None:
     found = piper.simulate(plan, "h100x2")
     assert found.distribution(0, repetitions=2).step_s.median == pytest.approx(found.step_s)
     assert found.distribution(0.1, repetitions=9).step_s.std > 0
+
+
+@pytest.mark.parametrize("cut_along_tokens", [False, True])
+def test_software_sends_a_tensor_that_all_devices_have_in_parts(cut_along_tokens: bool) -> None:
+    """Four devices send a quarter each, and gather the whole; where tokens are cut, each has a quarter anyway."""
+    job = models.job(GPTConfig(layers=4, width=64, heads=4, vocab=64, length=64), global_batch=8)
+    stages = recipes.one_f_one_b(pp=2, microbatches=4)
+    shared = recipes.tensor_parallel(sequence=cut_along_tokens)
+    plan = piper.compile(job, Strategy(Mesh(pp=2, tp=4), (*shared, *stages))).plan
+    cluster = slow_devices("h100x4*2")
+    found = {}
+    for transfers in ("whole", "parts"):
+        stack = replace(STACKS["eager"], transfers=transfers)
+        model = DeviceModel(plan, with_stack(cluster, stack), None)
+        instrs = [(role, i) for role in plan.roles for i in role.program]
+        sent = [i for i in instrs if isinstance(i[1].parts[0].op, Send | Recv)]
+        found[transfers] = {model.work(*one) for one in sent}
+    whole, parts = found["whole"], found["parts"]
+    if cut_along_tokens:
+        assert parts == whole
+        return
+    (one,), (part,) = whole, parts
+    assert part.bytes == one.bytes // 4
+    alone = DeviceModel(plan, cluster, None)
+    channel = meeting_inside(plan, "tp", plan.roles[1])
+    gathered = alone._on_channel(channel, "all_gather", one.bytes).seconds
+    assert part.seconds < one.seconds + gathered and part.seconds > gathered > 0

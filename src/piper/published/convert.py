@@ -23,7 +23,12 @@ none is about a row.
                          unless given: the note then says "ETP 1", and devices along tp and ep share the experts)
     note has             kernels that wait for no launch
       CUDA graphs
+    note has CUDA_       kernels of which each begins when the one before has ended and its own launch is over
+      LAUNCH_BLOCKING
+    note has "4 NICs     that rate between nodes, in place of the one in the file of the device
+      of 100 Gb/s"
     pp x vpp > layers    embedding and head are stages of their own; with 1f1b the first and the last have fewer layers
+    nanotron, 1f1b       stages as its build_model cuts them, by the products of layers and head
 """
 
 from __future__ import annotations
@@ -31,37 +36,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from piper import models
+from piper.published.run_cluster import cluster_of
+from piper.published.run_model import VOCAB, capacity_of, is_megatron, model_of
 from piper.published.table import PublishedRow
 from piper.published.zero_bubble_order import held_bytes, zero_bubble_order
 from piper_compiler import Strategy, partition, recipes, recompute, replicate, split
 from piper_compiler.directives import Directive
 from piper_compiler.directives.partition import Partition
-from piper_ir.ground.errors import ClusterError, JobError
+from piper_ir.ground.errors import JobError
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.select import ANY, where
-from piper_simulator import (
-    ALIASES,
-    DEVICES,
-    STACKS,
-    Cluster,
-    Stack,
-    load_cluster,
-    read_software,
-    stacks_of,
-    with_stack,
-)
+from piper_simulator import ALIASES, Stack
 
 if TYPE_CHECKING:
     from piper_runtime import Job
+    from piper_simulator import Cluster
 
-VOCAB = 32_000
-"""The tokens of a row that leaves its vocab open: that of sentencepiece models, as open Megatron forks train with."""
-PADDED = 128
-"""The number of which, times tp, Megatron makes a vocabulary a multiple."""
 WHOLE_MB = 2**20
 """The MiB of a bucket that holds all gradients of a role, for software that reduces them after the backward."""
 NARROW_WORDS = ("PURE mixed", "reduced in bf16", "NeMo")
@@ -76,24 +69,10 @@ BUCKET_PER_REPLICA = 10**6
 distributed/distributed_data_parallel.py: rings of many devices need large messages. Apex's distributed_fused_adam has
 buckets of one size.
 """
-NVLINK_DOMAIN = {"gb200-186g": 72}
-"""The devices that NVLink joins, where they are more than a node."""
+DDP_MB = 25
+"""The MiB of a bucket of 16-bit parameters in torch's DistributedDataParallel, which nanotron uses."""
 MICRO_BATCHES, CHUNKS = (1, 2, 4, 8, 16), (2, 3, 4, 6, 8)
 """The values that are plausible for an open `micro_batch` and an open `vpp` of an interleaved schedule."""
-LATENT = models.Latent(q_rank=1_536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
-"""The latent attention of DeepSeek-V2 and V3 (arXiv 2405.04434, section 3.1.2), which others took over."""
-GOLDEN = "functional_tests/test_cases/gpt"
-"""The tests of Megatron-LM whose models leave --hidden-dropout at 0.1, its default."""
-MODEL_WORDS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("latent attention", {"latent": LATENT, "kv_heads": None}),
-    ("ALiBi", {"positions": "none"}),  # FlashAttention's kernel adds the bias to the scores
-    ("squared ReLU", {"activation": "squared_relu", "attention_bias": "none", "mlp_bias": False}),
-    ("rotary", {"positions": "rotary"}),
-    ("gated GELU", {"activation": "gelu"}),
-    ("QK norm", {"qk_norm": True}),
-    ("dropout 0.1", {"dropout": 0.1}),
-)
-"""The words of a note that change a model."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +100,7 @@ class PublishedRun:
     @property
     def boundaries(self) -> Any:
         """Return the first layers of the stages, as `partition` takes them."""
-        return _boundaries(self.row.layers, self.row.pp)
+        return _boundaries(self.row)
 
     @property
     def job_text(self) -> str:
@@ -156,7 +135,7 @@ def row(
         config,
         global_batch=published.global_batch,
         precision=_precision(published),
-        clip_norm=1.0 if _is_megatron(published) and not _updates_alone(published) else None,
+        clip_norm=1.0 if _clips(published) else None,
     )
     if _updates_alone(published):
         job = replace(job, loss_over="microbatch")
@@ -197,128 +176,14 @@ def readings(published: PublishedRow) -> Iterator[PublishedRow]:
             )
 
 
-def cluster_of(published: PublishedRow, stack: Stack | str | None = None) -> Cluster:
-    """Return the cluster of a row, with its software stack if there is one."""
-    device = _device(published.hw)
-    if not device:
-        raise JobError(
-            f"{published.case}: no device {published.hw!r} is described; known are {', '.join(DEVICES)}: correct the "
-            f"column hw"
-        )
-    most = NVLINK_DOMAIN.get(device, published.gpus_per_node or 8)
-    per_node = max((n for n in range(1, most + 1) if published.gpus % n == 0), default=1)
-    if device not in NVLINK_DOMAIN:
-        per_node = min(most, published.gpus)
-    if published.gpus % per_node:
-        raise JobError(
-            f"{published.case}: {published.gpus} devices do not fill nodes of {per_node}"
-        )
-    cluster = load_cluster(f"{device}:{per_node}*{published.gpus // per_node}")
-    if stack is None:
-        stack = published.stack or stack_for(published, device)
-    if stack:
-        cluster = with_stack(cluster, stack if isinstance(stack, Stack) else stack_named(stack))
-    if published.says("CUDA graphs"):
-        cluster = cluster.each_device(lambda one: replace(one, launch_s=0.0))
-    return cluster
+def _clips(published: PublishedRow) -> bool:
+    """Return whether gradients are scaled by the norm of all: Megatron's default, and in nanotron's configurations."""
+    by_default = is_megatron(published) or _is_nanotron(published)
+    return by_default and not _updates_alone(published)
 
 
-def _device(hw: str) -> str:
-    """Return the device of a name, or of the longest alias that it begins with; "" if there is none."""
-    if hw in DEVICES:
-        return hw
-    begins = [alias for alias in ALIASES if hw == alias or hw.startswith(f"{alias}-")]
-    return ALIASES[max(begins, key=len)] if begins else ""
-
-
-def stack_for(published: PublishedRow, device: str) -> str:
-    """Return the name of the stack whose words a row has; else one of its generation that is like it; else "".
-
-    A row that shares layers or stages is taken as Megatron, any other as eager torch.
-    """
-    like = "Megatron" if published.tp * published.pp * published.cp > 1 else "eager"
-    fitting = stacks_of(device, published.note, published.source, like)
-    return fitting[0] if fitting else ""
-
-
-def stack_named(name: str) -> Stack:
-    """Return a stack by name, or from a file that ends in .toml; raise ClusterError if there is none."""
-    if name.endswith(".toml"):
-        return read_software(Path(name), STACKS)
-    if name not in STACKS:
-        raise ClusterError(
-            f"no stack {name!r}; known are {', '.join(STACKS)}, and files that end in .toml"
-        )
-    return STACKS[name]
-
-
-@cache  # rows of one model share one capture, and captures are found by their callables
-def _config(fields: tuple[tuple[str, Any], ...]) -> models.DecoderConfig:
-    return models.DecoderConfig(**dict(fields))
-
-
-def model_of(published: PublishedRow) -> tuple[models.DecoderConfig, tuple[str, ...]]:
-    """Return the model of a row, and notes on fields in the nearest form."""
-    vocab = published.vocab or VOCAB
-    if _is_megatron(published) or published.tp > 1:
-        step = PADDED * published.tp
-        vocab = -(-vocab // step) * step
-    fields: dict[str, Any] = {
-        "layers": published.layers,
-        "width": published.hidden,
-        "heads": published.heads,
-        "kv_heads": published.kv_heads,
-        "hidden": published.ffn or 4 * published.hidden,
-        "vocab": vocab,
-        "length": published.seq,
-        "tied": published.tied,
-    }
-    notes = []
-    if published.arch == "gpt":
-        written = published.dtype == "fp16"
-        fields |= {"activation": "gelu_tanh", "gated": False, "norm": "layernorm"}
-        fields |= {"attention_bias": "all", "mlp_bias": True, "positions": "learned"}
-        fields |= {"attention": "math" if written else "fused"}
-        if written:
-            fields["dropout"] = 0.1
-            notes.append("float16 is computed as bfloat16, which has as many bytes")
-        elif GOLDEN in published.source:
-            fields["dropout"] = 0.1
-    if published.experts is not None:
-        hidden = published.expert_ffn or fields["hidden"]
-        fields["dense_layers"] = published.dense_layers
-        fields["experts"] = models.Experts(
-            number=published.experts,
-            top_k=published.top_k or 1,
-            hidden=hidden,
-            shared_hidden=hidden * published.shared_experts,
-            capacity_factor=_capacity(published),
-        )
-        if _capacity(published) is None:
-            capacity = published.capacity or 1
-            if capacity != 1:
-                few = "too few" if capacity > 1 else "too many"
-                notes.append(
-                    f"experts are dropless, and have {few} rows for a capacity of {capacity:g}"
-                )
-            if published.ep > 1 and published.tp > 1 and not published.seq_parallel:
-                notes.append(
-                    "experts are whole along tp, which repeats their work: give seq_parallel"
-                )
-    for words, changes in MODEL_WORDS:
-        if published.says(words):
-            fields |= changes
-    if published.experts is not None and fields.get("mlp_bias"):
-        fields |= {"mlp_bias": False, "experts": replace(fields["experts"], bias=True)}
-    if fields.get("dropout") and fields.get("attention") != "math":
-        fields["attention_dropout"] = 0.0
-        notes.append("attention's kernel draws no dropout")
-    return _config(tuple(sorted(fields.items()))), tuple(notes)
-
-
-def _is_megatron(published: PublishedRow) -> bool:
-    words = ("Megatron", "NeMo", "vTrain", "SC21", "Zero Bubble", "Korthikanti")
-    return published.dtype == "fp16" or any(word in published.text for word in words)
+def _is_nanotron(published: PublishedRow) -> bool:
+    return "nanotron" in published.text
 
 
 def _updates_alone(published: PublishedRow) -> bool:
@@ -370,11 +235,11 @@ def _sharding(published: PublishedRow, stack: Stack | None) -> tuple[Directive, 
     directives: tuple[Directive, ...] = ()
     if published.tp > 1:
         directives += recipes.tensor_parallel(sequence=published.seq_parallel)
-    if published.ep > 1 and _capacity(published) is not None:
+    if published.ep > 1 and capacity_of(published) is not None:
         directives += recipes.expert_parallel()
     elif published.ep > 1:
         beside_tp = published.tp > 1 and published.seq_parallel
-        cut = beside_tp and _is_megatron(published) and "ETP 1" not in published.note
+        cut = beside_tp and is_megatron(published) and "ETP 1" not in published.note
         joint = beside_tp and not cut
         joint = joint and (published.experts or 0) % (published.tp * published.ep) == 0
         exact = stack is not None and stack.places == "rows"
@@ -388,12 +253,6 @@ def _sharding(published: PublishedRow, stack: Stack | None) -> tuple[Directive, 
         order: Any = "zigzag" if exchange == "ring" else ""
         directives += recipes.context_parallel(attention=exchange, order=order)
     return directives
-
-
-def _capacity(published: PublishedRow) -> float | None:
-    """Return the capacity of a row's experts; None where they are dropless, or devices share the tokens of a row."""
-    shared = published.cp > 1 or (published.tp > 1 and published.seq_parallel)
-    return None if shared else published.capacity
 
 
 def _is_even(published: PublishedRow) -> bool:
@@ -420,7 +279,7 @@ def _schedule(published: PublishedRow, microbatches: int, times: Any) -> tuple[D
             return found
         whole = partition(stages=stages, units="all")
         return tuple(whole if isinstance(d, Partition) else d for d in found)
-    at = _boundaries(published.layers, pp)
+    at = _boundaries(published)
     if published.schedule == "1f1b":
         return recipes.one_f_one_b(pp=pp, microbatches=microbatches, at=at)
     ones = (1.0,) * pp
@@ -435,12 +294,30 @@ def _schedule(published: PublishedRow, microbatches: int, times: Any) -> tuple[D
     return recipes.scheduled(orders, microbatches=microbatches, at=at)
 
 
-def _boundaries(layers: int, stages: int) -> Any:
+def _boundaries(published: PublishedRow) -> Any:
     """Return where stages begin: if two layers are missing, the first and the last stage have one fewer."""
+    layers, stages = published.layers, published.pp
+    if _is_nanotron(published):
+        return _by_products(published)
     each, rest = divmod(layers + 2, stages)
     if layers % stages == 0 or rest or each < 2:
         return "even"
     return tuple(each * k - 1 for k in range(1, stages))
+
+
+def _by_products(published: PublishedRow) -> tuple[int, ...]:
+    """Return where the stages of nanotron begin (models/base.py, build_model).
+
+    A stage ends with the layer that exceeds its share of the parameters in products, to which the head's belong.
+    """
+    h, ffn = published.hidden, published.ffn or 4 * published.hidden
+    layer, head = h * (4 * h + 3 * ffn), h * (published.vocab or VOCAB)
+    share = (published.layers * layer + head) / published.pp
+    starts: list[int] = []
+    for done in range(1, published.layers):
+        if done * layer > share * (len(starts) + 1):
+            starts.append(done)
+    return tuple(starts)
 
 
 def _recomputation(
@@ -452,7 +329,7 @@ def _recomputation(
         return (recompute(where(layer=ANY), keep="inputs", modules="*.activation"),)
     if published.recompute == "full":
         return (recompute(where(layer=ANY), keep="inputs"),)
-    if config.attention == "math" or _is_megatron(published):
+    if config.attention == "math" or is_megatron(published):
         return (recompute(where(layer=ANY), keep="outputs", modules="*.attention.core"),)
     if "every second layer" in published.note:
         second = tuple(range(0, published.layers, 2))
@@ -483,7 +360,7 @@ def _states(
     over = ("dp", *(["ep"] if published.ep > 1 else []))
     over = (*over, "cp") if published.cp > 1 and published.zero else over
     item = 2 if _precision(published).reduce == "bfloat16" else 4
-    if published.zero == 3 or (published.zero == 2 and not _is_megatron(published)):
+    if published.zero == 3 or (published.zero == 2 and not is_megatron(published)):
         unit = _unit_parameters(config, published.ep)
         bucket = max(25.0, float(round(item * unit / published.tp / 2**20 * 1.01)))
         # torch's stages gather parameters, and reduce gradients, once a step.
@@ -491,7 +368,8 @@ def _states(
         stay = once if published.pp > 1 else {}
         return (replicate(where(), over, published.zero, bucket_mb=bucket, **stay),)  # type: ignore[arg-type]  # 2 or 3
     whole = behind or "bucketing off" in published.note
-    grows = _is_megatron(published) and "distributed_fused_adam" not in published.note
+    grows = is_megatron(published) and "distributed_fused_adam" not in published.note
     replicas = published.dp * published.cp if grows else 0
-    bucket = max(160.0, item * replicas * BUCKET_PER_REPLICA / 2**20)
+    least = DDP_MB / 2 * item if _is_nanotron(published) else 160.0
+    bucket = max(least, item * replicas * BUCKET_PER_REPLICA / 2**20)
     return (replicate(where(), over, published.zero, bucket_mb=WHOLE_MB if whole else bucket),)  # type: ignore[arg-type]  # 0 to 3

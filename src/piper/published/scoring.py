@@ -95,7 +95,8 @@ class RunPrediction:
 
 def by_model(rows: Sequence[PublishedRow]) -> list[int]:
     """Return the numbers of rows in an order in which rows of one model follow each other, as they share a capture."""
-    from piper.published.convert import model_of, readings
+    from piper.published.convert import readings
+    from piper.published.run_model import model_of
 
     def model(row: PublishedRow) -> str:
         try:

@@ -12,9 +12,10 @@ from piper.api.ground.results import writing
 from piper.cli.accuracy_options import AccuracyArguments
 from piper.cli.interrupts import INTERRUPTED
 from piper.cli.pipes import show_json
-from piper.published.convert import cluster_of, readings, stack_named
+from piper.published.convert import readings
 from piper.published.fitting import fit
 from piper.published.plans import plan_of
+from piper.published.run_cluster import cluster_of, stack_named
 from piper.published.scoring import RunPrediction, Scores, by_model, predict, scores
 from piper.published.sensitivity import sensitivities
 from piper.published.stack_file import check_target, write_stack

@@ -83,6 +83,8 @@ class Stack:
         loss_keeps: bytes per logit that are held at the loss beside the tensors of the plan.
         tile_s: seconds in which a wave of tiles of a matrix product starts and ends.
         gradients: messages of data parallelism run "beside" the backward, or "behind" it.
+        transfers: between stages each device sends the "whole" of a tensor that devices of tensor parallelism all have,
+            or they send its "parts", which the receivers gather.
         messages: name of a table of measured messages in the folder data, for the links of its devices; "" if none.
         holds: buffers that the software holds beside the plan's: "layer gradients" (of the weights of one layer, in
             16 bit), "head gradient" (float32), "scores" (of the attention of one layer, the addend of
@@ -123,6 +125,7 @@ class Stack:
     loss_keeps: NotNegative = 0.0
     tile_s: NotNegative = 0.0
     gradients: Literal["beside", "behind"] = "beside"
+    transfers: Literal["whole", "parts"] = "whole"
     messages: str = ""
     holds: tuple[Annotated[str, one_of(*HELD)], ...] = ()
     shards: Literal["kept", "cast"] = "kept"

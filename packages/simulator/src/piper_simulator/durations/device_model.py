@@ -44,8 +44,13 @@ from piper_simulator.durations.instances import (
     parts_of_equal_nodes,
 )
 from piper_simulator.durations.kernels import Took, guessed_rates, lacks_number, launched, step_took
-from piper_simulator.durations.launches import issue_seconds, launching_devices
+from piper_simulator.durations.launches import (
+    costs_by_device,
+    issue_seconds,
+    launching_devices,
+)
 from piper_simulator.durations.provenance import Provenance
+from piper_simulator.durations.transfers import between_stages, cut_along
 from piper_simulator.durations.updates import Updated, update_seconds, updated
 
 _TRUST: tuple[Source, ...] = ("formula", "interpolated", "table", "measured", "given")
@@ -82,7 +87,7 @@ class DeviceModel(CostModel):
                 f"at {plan.rows}"
             )
         self._devices = launching_devices(plan, cluster)
-        self._known = _known(self._devices, self.costs)
+        self._known = costs_by_device(self._devices, self.costs)
         self._provenance = Provenance(plan, cluster, self.costs)
         self._inline = cluster is not None and cluster.synchronous
         issue = 0.0 if self.given else issue_seconds(plan, cluster, self.costs)
@@ -91,6 +96,7 @@ class DeviceModel(CostModel):
         self._traffic = PlanBytes(plan)
         self._steps: dict[tuple[Compute, int], Work] = {}
         self._meets = bool(axes_inside(plan))
+        self._cut = cut_along(plan, self._devices[0])
         self._inside: dict[tuple[Compute, int, str], Work] = {}
         self._took: dict[tuple[int, Step, int], tuple[Took, int, tuple[str, ...]]] = {}
         self._groups: dict[str, frozenset[RankGroup]] = {}
@@ -432,21 +438,24 @@ class DeviceModel(CostModel):
         known = self.costs.of_comm(*key) if self.costs.comm and self._all_known(channel) else None
         if known is not None:
             self._provenance.sent(*key)
-            return Work(
-                known.seconds * self._stretch(channel, op, nbytes), known.source, bytes=nbytes
-            )
+            stretched = known.seconds * self._stretch(channel, op, nbytes)
+            return Work(stretched, known.source, bytes=nbytes)
         if self.given:
             return Work(0.0, "given", bytes=nbytes)
         self._need(f"a message on channel {channel.id}", 0)
         cluster = self.cluster
         assert cluster is not None, "needed"
+        cut = self._cut if between_stages(channel, op) else ()
+        sent = -(-nbytes // self.plan.mesh.degree(cut))
         slowest = max(
-            (duration(cluster, op, nbytes, g) for g in self._instances(channel, cluster)),
+            (duration(cluster, op, sent, g) for g in self._instances(channel, cluster)),
             key=lambda d: d.seconds,
         )
         if slowest.source == "formula":
             self._provenance.sent_unknown(*key)
-        return Work(slowest.seconds, slowest.source, bytes=nbytes)
+        there = [meeting_inside(self.plan, axis, self.plan.role(channel.roles[1])) for axis in cut]
+        gathered_s = sum([self._on_channel(c, "all_gather", nbytes).seconds for c in there])
+        return Work(slowest.seconds + gathered_s, slowest.source, bytes=sent)
 
     def _stretch(self, channel: Channel, op: str, nbytes: int) -> float:
         """Return the factor by which slow links stretch a message, as its formula does."""
@@ -489,10 +498,3 @@ class DeviceModel(CostModel):
                     for slow in crossed(cluster, members)
                 )
         return self._groups[channel.id]
-
-
-def _known(devices: Sequence[Device | None], costs: Costs) -> list[Costs]:
-    """Return for each device the costs that hold for it."""
-    measured = costs.origin.cluster.partition(":")[0] if costs.origin is not None else ""
-    taken_here = [device is not None and device.name == measured for device in devices]
-    return [costs if here or not any(taken_here) else Costs() for here in taken_here]

@@ -1,0 +1,91 @@
+"""Make the cluster of a published run, with the software stack whose words the run has."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from piper.published.table import PublishedRow
+from piper_ir.ground.errors import ClusterError, JobError
+from piper_simulator import (
+    ALIASES,
+    DEVICES,
+    STACKS,
+    Cluster,
+    Stack,
+    load_cluster,
+    read_software,
+    stacks_of,
+    with_stack,
+)
+
+NVLINK_DOMAIN = {"gb200-186g": 72}
+"""The devices that NVLink joins, where they are more than a node."""
+NICS = re.compile(r"(\d+) NICs of (\d+) Gb/s")
+"""The words of a note for the NICs of a node."""
+USABLE = 0.94
+"""The part of a NIC's rate that messages reach, as in the files of devices: 23.5 of 25 GB/s of a ConnectX-6 (SimAI)."""
+
+
+def cluster_of(published: PublishedRow, stack: Stack | str | None = None) -> Cluster:
+    """Return the cluster of a row, with its software stack if there is one."""
+    device = _device(published.hw)
+    if not device:
+        raise JobError(
+            f"{published.case}: no device {published.hw!r} is described; known are {', '.join(DEVICES)}: correct the "
+            f"column hw"
+        )
+    most = NVLINK_DOMAIN.get(device, published.gpus_per_node or 8)
+    per_node = max((n for n in range(1, most + 1) if published.gpus % n == 0), default=1)
+    if device not in NVLINK_DOMAIN:
+        per_node = min(most, published.gpus)
+    if published.gpus % per_node:
+        raise JobError(
+            f"{published.case}: {published.gpus} devices do not fill nodes of {per_node}"
+        )
+    cluster = load_cluster(f"{device}:{per_node}*{published.gpus // per_node}")
+    if nics := NICS.search(published.note):
+        node_rate = int(nics[1]) * int(nics[2]) * 1e9 / 8
+        each = USABLE * node_rate / per_node
+        cluster = cluster.each_links(lambda links: replace(links, inter_bandwidth=each))
+    if stack is None:
+        stack = published.stack or stack_for(published, device)
+    if stack:
+        cluster = with_stack(cluster, stack if isinstance(stack, Stack) else stack_named(stack))
+    if published.says("CUDA graphs"):
+        return cluster.each_device(lambda one: replace(one, launch_s=0.0))
+    if published.says("CUDA_LAUNCH_BLOCKING"):
+        return cluster.each_device(
+            lambda one: replace(one, kernel_s=one.kernel_s + one.launch_s, launch_s=0.0)
+        )
+    return cluster
+
+
+def _device(hw: str) -> str:
+    """Return the device of a name, or of the longest alias that it begins with; "" if there is none."""
+    if hw in DEVICES:
+        return hw
+    begins = [alias for alias in ALIASES if hw == alias or hw.startswith(f"{alias}-")]
+    return ALIASES[max(begins, key=len)] if begins else ""
+
+
+def stack_for(published: PublishedRow, device: str) -> str:
+    """Return the name of the stack whose words a row has; else one of its generation that is like it; else "".
+
+    A row that shares layers or stages is taken as Megatron, any other as eager torch.
+    """
+    like = "Megatron" if published.tp * published.pp * published.cp > 1 else "eager"
+    fitting = stacks_of(device, published.note, published.source, like)
+    return fitting[0] if fitting else ""
+
+
+def stack_named(name: str) -> Stack:
+    """Return a stack by name, or from a file that ends in .toml; raise ClusterError if there is none."""
+    if name.endswith(".toml"):
+        return read_software(Path(name), STACKS)
+    if name not in STACKS:
+        raise ClusterError(
+            f"no stack {name!r}; known are {', '.join(STACKS)}, and files that end in .toml"
+        )
+    return STACKS[name]

@@ -1,0 +1,104 @@
+"""Make the model of a published run from its columns, and from the words of its note that change a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from piper import models
+from piper.published.table import PublishedRow
+
+VOCAB = 32_000
+"""The tokens of a row that leaves its vocab open: that of sentencepiece models, as open Megatron forks train with."""
+PADDED = 128
+"""The number of which, times tp, Megatron makes a vocabulary a multiple."""
+LATENT = models.Latent(q_rank=1_536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
+"""The latent attention of DeepSeek-V2 and V3 (arXiv 2405.04434, section 3.1.2), which others took over."""
+GOLDEN = "functional_tests/test_cases/gpt"
+"""The tests of Megatron-LM whose models leave --hidden-dropout at 0.1, its default."""
+MODEL_WORDS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("latent attention", {"latent": LATENT, "kv_heads": None}),
+    ("ALiBi", {"positions": "none"}),  # FlashAttention's kernel adds the bias to the scores
+    ("squared ReLU", {"activation": "squared_relu", "attention_bias": "none", "mlp_bias": False}),
+    ("rotary", {"positions": "rotary"}),
+    ("gated GELU", {"activation": "gelu"}),
+    ("QK norm", {"qk_norm": True}),
+    ("dropout 0.1", {"dropout": 0.1}),
+)
+"""The words of a note that change a model."""
+
+
+@cache  # rows of one model share one capture, and captures are found by their callables
+def _config(fields: tuple[tuple[str, Any], ...]) -> models.DecoderConfig:
+    return models.DecoderConfig(**dict(fields))
+
+
+def model_of(published: PublishedRow) -> tuple[models.DecoderConfig, tuple[str, ...]]:
+    """Return the model of a row, and notes on fields in the nearest form."""
+    vocab = published.vocab or VOCAB
+    if is_megatron(published) or published.tp > 1:
+        step = PADDED * published.tp
+        vocab = -(-vocab // step) * step
+    fields: dict[str, Any] = {
+        "layers": published.layers,
+        "width": published.hidden,
+        "heads": published.heads,
+        "kv_heads": published.kv_heads,
+        "hidden": published.ffn or 4 * published.hidden,
+        "vocab": vocab,
+        "length": published.seq,
+        "tied": published.tied,
+    }
+    notes = []
+    if published.arch == "gpt":
+        written = published.dtype == "fp16"
+        fields |= {"activation": "gelu_tanh", "gated": False, "norm": "layernorm"}
+        fields |= {"attention_bias": "all", "mlp_bias": True, "positions": "learned"}
+        fields |= {"attention": "math" if written else "fused"}
+        if written:
+            fields["dropout"] = 0.1
+            notes.append("float16 is computed as bfloat16, which has as many bytes")
+        elif GOLDEN in published.source:
+            fields["dropout"] = 0.1
+    if published.experts is not None:
+        hidden = published.expert_ffn or fields["hidden"]
+        fields["dense_layers"] = published.dense_layers
+        fields["experts"] = models.Experts(
+            number=published.experts,
+            top_k=published.top_k or 1,
+            hidden=hidden,
+            shared_hidden=hidden * published.shared_experts,
+            capacity_factor=capacity_of(published),
+        )
+        if capacity_of(published) is None:
+            capacity = published.capacity or 1
+            if capacity != 1:
+                few = "too few" if capacity > 1 else "too many"
+                notes.append(
+                    f"experts are dropless, and have {few} rows for a capacity of {capacity:g}"
+                )
+            if published.ep > 1 and published.tp > 1 and not published.seq_parallel:
+                notes.append(
+                    "experts are whole along tp, which repeats their work: give seq_parallel"
+                )
+    for words, changes in MODEL_WORDS:
+        if published.says(words):
+            fields |= changes
+    if published.experts is not None and fields.get("mlp_bias"):
+        fields |= {"mlp_bias": False, "experts": replace(fields["experts"], bias=True)}
+    if fields.get("dropout") and fields.get("attention") != "math":
+        fields["attention_dropout"] = 0.0
+        notes.append("attention's kernel draws no dropout")
+    return _config(tuple(sorted(fields.items()))), tuple(notes)
+
+
+def is_megatron(published: PublishedRow) -> bool:
+    words = ("Megatron", "NeMo", "vTrain", "SC21", "Zero Bubble", "Korthikanti")
+    return published.dtype == "fp16" or any(word in published.text for word in words)
+
+
+def capacity_of(published: PublishedRow) -> float | None:
+    """Return the capacity of a row's experts; None where they are dropless, or devices share the tokens of a row."""
+    shared = published.cp > 1 or (published.tp > 1 and published.seq_parallel)
+    return None if shared else published.capacity

@@ -1,0 +1,64 @@
+"""Published runs on clusters and software of their own: NICs, blocking launches, stages of nanotron; two public tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from piper.published import plans
+from piper.published.convert import row
+from piper.published.run_cluster import cluster_of
+from piper.published.scoring import predict
+from piper.published.table import PublishedRow, read_rows
+from piper_simulator import DEVICES
+
+FOLDER = Path(__file__).parents[2] / "benchmarks/published"
+
+
+def one_of(table: str, case: str) -> PublishedRow:
+    (found,) = read_rows(FOLDER / table, case)
+    return found
+
+
+def test_a_note_gives_the_nics_of_a_node_and_says_that_launches_block() -> None:
+    """Four NICs of 100 Gb/s are 50 GB/s for eight devices, of which 94 % are reached, and the stack's part of that."""
+    run = one_of("bigscience_runs.csv", "*14336x70-tp4pp12-2-2048*")
+    cluster = cluster_of(run)
+    stack = cluster.device.stack
+    assert stack is not None and stack.name == "ampere-megatron"
+    part = stack.number["inter"]
+    assert cluster.links.inter_bandwidth == pytest.approx(0.94 * 4 * 12.5e9 / 8 * part)
+    assert cluster.device.launch_s == 0
+    own = DEVICES["a100-80g-sxm"].device
+    assert cluster.device.kernel_s == pytest.approx(own.kernel_s + stack.number["launch_s"])
+
+
+@pytest.mark.parametrize(
+    ("case", "starts"),
+    [
+        ("nanotron-8.86B-1x8", (9, 18, 26)),  # the head has as many products as 2.2 layers
+        ("nanotron-3.57B-1x8", (16,)),
+        ("nanotron-1.34B-1x8", (11,)),  # ten are just half, so that a stage takes one more
+    ],
+)
+def test_nanotron_cuts_stages_by_products(case: str, starts: tuple[int, ...]) -> None:
+    assert row(one_of("nanotron_runs.csv", case)).boundaries == starts
+
+
+@pytest.mark.parametrize(
+    ("table", "cases", "most"),
+    [
+        ("bigscience_runs.csv", "*13312x82-tp4pp12-*", 0.11),
+        ("nanotron_runs.csv", "nanotron-3.57B-tp[248]", 0.05),
+    ],
+)
+def test_tables_that_nothing_is_fitted_to(
+    monkeypatch: pytest.MonkeyPatch, table: str, cases: str, most: float
+) -> None:
+    monkeypatch.setenv("PIPER_CACHE", "")
+    plans._PLANS.clear()
+    found = [predict(run, memory=False) for run in read_rows(FOLDER / table, cases)]
+    assert len(found) >= 2 and all(not one.refused for one in found)
+    assert mean(abs(one.error or 1.0) for one in found) < most
