@@ -75,17 +75,17 @@ def test_the_last_slice_has_what_is_left() -> None:
 def test_its_time_is_that_of_its_bytes() -> None:
     """Of 4.8 TB/s 90 % from 100 MB on: the pieces here have 100 MB and more (Calculon's steps)."""
     forward, gradient = (
-        by_kind(EAGER, FORWARD, backward=False),
-        by_kind(EAGER, GRADIENT, backward=True),
+        by_kind(EAGER, FORWARD, "F"),
+        by_kind(EAGER, GRADIENT, "I"),
     )
     assert forward == pytest.approx(22 * LOGITS / (4.8e12 * 0.9)) and gradient == pytest.approx(
         20 * LOGITS / (4.8e12 * 0.9)
     )
-    assert by_kind(FUSED, FORWARD, backward=False) == pytest.approx(
-        FORWARD.bytes / (4.8e12 * 0.9)
-    ), "once, in a fused kernel"
+    assert by_kind(FUSED, FORWARD, "F") == pytest.approx(FORWARD.bytes / (4.8e12 * 0.9)), (
+        "once, in a fused kernel"
+    )
     a100 = replace(load_cluster("a100x1@eager").device, kernel_s=0.0)
-    assert by_kind(a100, FORWARD, backward=False) == pytest.approx(22 * LOGITS / (2e12 * 0.91))
+    assert by_kind(a100, FORWARD, "F") == pytest.approx(22 * LOGITS / (2e12 * 0.91))
 
 
 def test_every_kernel_is_launched() -> None:
@@ -96,7 +96,7 @@ def test_every_kernel_is_launched() -> None:
         and launch_count(H200, cost) == launch_count(FUSED, cost) == 2
     )
     took = step_took(replace(EAGER, launch_s=1e-4), cost, "F")
-    assert took.seconds == pytest.approx(2 * by_kind(EAGER, FORWARD, backward=False))
+    assert took.seconds == pytest.approx(2 * by_kind(EAGER, FORWARD, "F"))
     assert took.launch_s == pytest.approx(140e-4)
 
 
@@ -106,7 +106,7 @@ def test_a_layer_norms_gradients_come_from_two_kernels() -> None:
     assert launched_by_torch(both).moved == ((3 * n, 1), (2 * n, 1)), (
         "x, gradient and result; x and gradient again"
     )
-    assert by_kind(EAGER, both, backward=True) == pytest.approx(5 * n / (4.8e12 * 0.9))
+    assert by_kind(EAGER, both, "I") == pytest.approx(5 * n / (4.8e12 * 0.9))
     assert launched_by_torch(replace(both, op="rms_norm_dgrad")).moved == ((3 * n, 1),)
 
 
@@ -116,7 +116,7 @@ def test_a_running_sum_waits_for_each_load_of_its_column() -> None:
     n = 4 * 2048 * 4
     scan = Kernel("elementwise", (4, 2048, 4), "int32", n, n + 4 * n, op="cumsum")
     assert launched_by_torch(scan) == Launched(((5 * n, 1),), small=1, loads=2048)
-    assert by_kind(EAGER, scan, backward=False) == pytest.approx(2048 * 370e-9)
+    assert by_kind(EAGER, scan, "F") == pytest.approx(2048 * 370e-9)
     same, last = replace(scan, bytes=8 * n), replace(scan, dims=(16, 2048, 1), bytes=8 * n)
     assert launched_by_torch(same) == Launched(((8 * n, 1),), loads=2048)
     assert launched_by_torch(last) == Launched(((8 * n, 1),)), (

@@ -129,13 +129,9 @@ def test_an_operators_rows_come_before_those_of_its_kind() -> None:
 def test_a_matmul_is_scaled_by_its_waves() -> None:
     """Twice as long as the formula says, at a neighbour: twice the formula, with the waves of its own shape."""
     near, x = matmul(4096, 2048, 2048), matmul(4096, 2176, 2048)
-    measured = replace(
-        EAGER, kernels=(row((4096, 2048, 2048), 2 * by_kind(EAGER, near, backward=False)),)
-    )
-    found = kernel_seconds(measured, x, backward=False)
-    assert found.how == "scaled" and found.seconds == pytest.approx(
-        2 * by_kind(EAGER, x, backward=False)
-    )
+    measured = replace(EAGER, kernels=(row((4096, 2048, 2048), 2 * by_kind(EAGER, near, "F")),))
+    found = kernel_seconds(measured, x, "F")
+    assert found.how == "scaled" and found.seconds == pytest.approx(2 * by_kind(EAGER, x, "F"))
 
 
 def test_a_step_is_labelled_by_its_least_trusted_kernel() -> None:

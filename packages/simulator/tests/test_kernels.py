@@ -7,6 +7,7 @@ import pytest
 from piper_ir.program.program import Cost, Kernel
 from piper_simulator import load_cluster
 from piper_simulator.cluster.stacks import GENERAL, STACKS
+from piper_simulator.durations.alignment import UNALIGNED
 from piper_simulator.durations.kernels import (
     TAIL,
     by_kind,
@@ -65,29 +66,47 @@ def test_a_sum_takes_whole_steps_of_k() -> None:
 
 def test_a_matrix_product_reaches_what_was_measured_at_best() -> None:
     """MAMF 794.5 of 989 TFLOP/s; 8192 x 8192 in tiles of 128 x 128 are 31 waves and their tail."""
-    peak = MATMUL.flops / by_kind(EAGER, MATMUL, backward=False)
+    peak = MATMUL.flops / by_kind(EAGER, MATMUL, "F")
     waves = 4096 / 132
     assert peak == pytest.approx(794.5e12 * waves / (waves + TAIL), rel=1e-3)
     assert plain(H100, MATMUL) == pytest.approx(MATMUL.flops / 794.5e12, rel=1e-3)
     thin = replace(MATMUL, dims=(8192, 8192, 32), flops=2 * 8192 * 8192 * 32)
     nbytes = thin.bytes / (3.35e12 * 0.90)
-    assert by_kind(EAGER, thin, backward=False) == pytest.approx(nbytes), "its bytes take longer"
+    assert by_kind(EAGER, thin, "F") == pytest.approx(nbytes), "its bytes take longer"
     convolution = replace(MATMUL, dims=(), op="convolution")
-    seconds = by_kind(EAGER, convolution, backward=False)
+    seconds = by_kind(EAGER, convolution, "F")
     assert seconds == pytest.approx(MATMUL.flops / 794.5e12, rel=1e-3), "it counts by its FLOPs"
+
+
+def test_rows_that_begin_at_no_multiple_of_16_bytes_are_slow() -> None:
+    """A vocabulary of 50,257 makes each product of a head slow; a number of tokens makes none slow."""
+    tokens, vocab, width = 8192, 50_257, 2048
+    head = {"F": (tokens, vocab, width), "I": (tokens, width, vocab), "W": (vocab, width, tokens)}
+    odd = {"F": (8191, 50_304, width), "I": (8191, width, 50_304), "W": (50_304, width, 8191)}
+    flops = 2 * tokens * vocab * width
+    for step in ("F", "I", "W"):
+        slow, padded = (
+            by_kind(EAGER, replace(MATMUL, dims=dims[step], flops=flops), step)  # type: ignore[arg-type]  # a step
+            for dims in (head, odd)
+        )
+        assert slow / padded == pytest.approx(1 / UNALIGNED["hopper"], rel=0.02), step
+    wide = replace(MATMUL, dims=head["F"], flops=flops, dtype="float32")
+    assert by_kind(EAGER, wide, "F") == pytest.approx(
+        by_kind(EAGER, replace(wide, dims=odd["F"]), "F"), rel=0.02
+    )
 
 
 def test_attention_reaches_what_its_kernel_does() -> None:
     """FlashAttention-2: 35 % of an H100, 73 % forward and 63 % backward of an A100."""
     reached = [
-        ATTENTION.flops / by_kind(c, ATTENTION, backward=b) / c.peak("bfloat16")
+        ATTENTION.flops / by_kind(c, ATTENTION, "I" if b else "F") / c.peak("bfloat16")
         for c in (EAGER, A100)
         for b in (False, True)
     ]
     assert reached == pytest.approx([0.35, 0.35, 0.73, 0.63])
     for c in (EAGER, replace(load_cluster("b200x8@eager").device, kernel_s=0.0)):
         other = replace(ATTENTION, dtype="float32" if c is EAGER else "bfloat16")
-        rate = other.flops / by_kind(c, other, backward=True) / c.peak(other.dtype)
+        rate = other.flops / by_kind(c, other, "I") / c.peak(other.dtype)
         assert rate == pytest.approx(c.matmul_fraction), (
             "nothing is published of it: a matrix product"
         )
@@ -98,10 +117,10 @@ def test_attention_with_wide_heads_reaches_less() -> None:
     b200 = replace(load_cluster("b200x8@blackwell-megatron").device, kernel_s=0.0)
     wide = replace(ATTENTION, dims=(*ATTENTION.dims[:-1], 192))
     for backward, factor in ((False, 0.92), (True, 0.78)):
-        one, other = (by_kind(b200, k, backward=backward) for k in (ATTENTION, wide))
+        one, other = (by_kind(b200, k, "I" if backward else "F") for k in (ATTENTION, wide))
         assert one / other == pytest.approx(factor, rel=1e-6)
-        assert by_kind(EAGER, wide, backward=backward) == pytest.approx(
-            by_kind(EAGER, ATTENTION, backward=backward)
+        assert by_kind(EAGER, wide, "I" if backward else "F") == pytest.approx(
+            by_kind(EAGER, ATTENTION, "I" if backward else "F")
         ), "nothing is known of this kernel's"
 
 
@@ -118,31 +137,21 @@ def test_small_transfers_reach_less_of_the_memory() -> None:
     ]
     assert memory_fraction(A100, 1) == 0.91
     for kind in ("norm", "elementwise", "embedding", "loss", "other"):
-        assert by_kind(EAGER, moving(20_000_000, kind), backward=False) == pytest.approx(
+        assert by_kind(EAGER, moving(20_000_000, kind), "F") == pytest.approx(
             20e6 / (3.35e12 * 0.75)
         )
 
 
 def test_a_kernel_starts_before_it_moves_anything() -> None:
     """2.5 us, then its bytes at 90 % of the bandwidth; or the part that few bytes reach, where that is longer."""
-    nothing, some, many = (
-        by_kind(STARTED, moving(n), backward=False) for n in (0, 20_000_000, 2_000_000_000)
-    )
+    nothing, some, many = (by_kind(STARTED, moving(n), "F") for n in (0, 20_000_000, 2_000_000_000))
     assert nothing == 2.5e-6 and some == pytest.approx(2.5e-6 + 20e6 / (3.35e12 * 0.9))
     assert many == pytest.approx(2.5e-6 + 2e9 / (3.35e12 * 0.9)) and plain(STARTED, moving(0)) == 0
-    assert by_kind(STARTED, MATMUL, backward=False) == pytest.approx(
-        2.5e-6 + by_kind(EAGER, MATMUL, backward=False)
-    )
+    assert by_kind(STARTED, MATMUL, "F") == pytest.approx(2.5e-6 + by_kind(EAGER, MATMUL, "F"))
     few = replace(STARTED, memory_steps=((0, 0.1),))
-    assert by_kind(few, moving(20_000_000), backward=False) == pytest.approx(20e6 / 3.35e11), (
-        "not both"
-    )
+    assert by_kind(few, moving(20_000_000), "F") == pytest.approx(20e6 / 3.35e11), "not both"
     one = replace(STARTED, stack=STACKS["inductor"])
-    assert (
-        by_kind(one, moving(0), backward=False)
-        == 0
-        < by_kind(one, moving(0, "other"), backward=False)
-    ), "one for all"
+    assert by_kind(one, moving(0), "F") == 0 < by_kind(one, moving(0, "other"), "F"), "one for all"
 
 
 def test_a_host_launches_kernels_beside_its_device_unless_it_is_the_device() -> None:

@@ -88,7 +88,7 @@ def test_kernels_that_inductor_made_for_a_plan_are_launched_as_they_are() -> Non
             cost = Cost(tuple(run_kernels(device.stack, kernels, "F")))
             assert launch_count(device, cost) == count, name
     two = replace(fusion, bytes=0)
-    assert by_kind(device, two, backward=False) == device.kernel_s > 0
+    assert by_kind(device, two, "F") == device.kernel_s > 0
 
 
 @pytest.mark.parametrize(("chosen", "launches"), [("topk", 3), ("scatter", 3), ("silu", 1)])

@@ -27,6 +27,8 @@ none is about a row.
       LAUNCH_BLOCKING
     note has "4 NICs     that rate between nodes, in place of the one in the file of the device
       of 100 Gb/s"
+    note has "gathered   sequence parallelism keeps the tensors that it gathers for the backward
+      tensors kept"
     pp x vpp > layers    embedding and head are stages of their own; with 1f1b the first and the last have fewer layers
     nanotron, 1f1b       stages as its build_model cuts them, by the products of layers and head
 """
@@ -40,10 +42,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from piper import models
 from piper.published.run_cluster import cluster_of
-from piper.published.run_model import VOCAB, capacity_of, is_megatron, model_of
+from piper.published.run_model import VOCAB, capacity_of, is_megatron, is_nanotron, model_of
 from piper.published.table import PublishedRow
 from piper.published.zero_bubble_order import held_bytes, zero_bubble_order
-from piper_compiler import Strategy, partition, recipes, recompute, replicate, split
+from piper_compiler import Strategy, partition, recipes, recompute, replicate, shard, split
 from piper_compiler.directives import Directive
 from piper_compiler.directives.partition import Partition
 from piper_ir.ground.errors import JobError
@@ -178,12 +180,8 @@ def readings(published: PublishedRow) -> Iterator[PublishedRow]:
 
 def _clips(published: PublishedRow) -> bool:
     """Return whether gradients are scaled by the norm of all: Megatron's default, and in nanotron's configurations."""
-    by_default = is_megatron(published) or _is_nanotron(published)
+    by_default = is_megatron(published) or is_nanotron(published)
     return by_default and not _updates_alone(published)
-
-
-def _is_nanotron(published: PublishedRow) -> bool:
-    return "nanotron" in published.text
 
 
 def _updates_alone(published: PublishedRow) -> bool:
@@ -234,7 +232,9 @@ def _microbatches(published: PublishedRow) -> int:
 def _sharding(published: PublishedRow, stack: Stack | None) -> tuple[Directive, ...]:
     directives: tuple[Directive, ...] = ()
     if published.tp > 1:
-        directives += recipes.tensor_parallel(sequence=published.seq_parallel)
+        stream: Literal["tokens", ""] = "tokens" if published.seq_parallel else ""
+        keep = published.says("gathered tensors kept")
+        directives += (shard(where(), over="tp", stream=stream, keep=keep),)
     if published.ep > 1 and capacity_of(published) is not None:
         directives += recipes.expert_parallel()
     elif published.ep > 1:
@@ -281,7 +281,11 @@ def _schedule(published: PublishedRow, microbatches: int, times: Any) -> tuple[D
         return tuple(whole if isinstance(d, Partition) else d for d in found)
     at = _boundaries(published)
     if published.schedule == "1f1b":
-        return recipes.one_f_one_b(pp=pp, microbatches=microbatches, at=at)
+        found = recipes.one_f_one_b(pp=pp, microbatches=microbatches, at=at)
+        if at == "even" or published.layers not in at:
+            return found
+        alone = partition(stages=pp, at=at, units="head")
+        return tuple(alone if isinstance(d, Partition) else d for d in found)
     ones = (1.0,) * pp
     seconds = times or {"F": ones, "I": ones, "W": ones, "hop": 0.0}
     orders = zero_bubble_order(
@@ -297,7 +301,7 @@ def _schedule(published: PublishedRow, microbatches: int, times: Any) -> tuple[D
 def _boundaries(published: PublishedRow) -> Any:
     """Return where stages begin: if two layers are missing, the first and the last stage have one fewer."""
     layers, stages = published.layers, published.pp
-    if _is_nanotron(published):
+    if is_nanotron(published):
         return _by_products(published)
     each, rest = divmod(layers + 2, stages)
     if layers % stages == 0 or rest or each < 2:
@@ -314,7 +318,7 @@ def _by_products(published: PublishedRow) -> tuple[int, ...]:
     layer, head = h * (4 * h + 3 * ffn), h * (published.vocab or VOCAB)
     share = (published.layers * layer + head) / published.pp
     starts: list[int] = []
-    for done in range(1, published.layers):
+    for done in range(1, published.layers + 1):
         if done * layer > share * (len(starts) + 1):
             starts.append(done)
     return tuple(starts)
@@ -370,6 +374,6 @@ def _states(
     whole = behind or "bucketing off" in published.note
     grows = is_megatron(published) and "distributed_fused_adam" not in published.note
     replicas = published.dp * published.cp if grows else 0
-    least = DDP_MB / 2 * item if _is_nanotron(published) else 160.0
+    least = DDP_MB / 2 * item if is_nanotron(published) else 160.0
     bucket = max(least, item * replicas * BUCKET_PER_REPLICA / 2**20)
     return (replicate(where(), over, published.zero, bucket_mb=WHOLE_MB if whole else bucket),)  # type: ignore[arg-type]  # 0 to 3

@@ -38,7 +38,7 @@ def model_of(published: PublishedRow) -> tuple[models.DecoderConfig, tuple[str, 
     """Return the model of a row, and notes on fields in the nearest form."""
     vocab = published.vocab or VOCAB
     if is_megatron(published) or published.tp > 1:
-        step = PADDED * published.tp
+        step = published.tp * (1 if is_nanotron(published) else PADDED)
         vocab = -(-vocab // step) * step
     fields: dict[str, Any] = {
         "layers": published.layers,
@@ -91,6 +91,11 @@ def model_of(published: PublishedRow) -> tuple[models.DecoderConfig, tuple[str, 
         fields["attention_dropout"] = 0.0
         notes.append("attention's kernel draws no dropout")
     return _config(tuple(sorted(fields.items()))), tuple(notes)
+
+
+def is_nanotron(published: PublishedRow) -> bool:
+    """Return whether a run is of nanotron, which pads a vocabulary to a multiple of tp alone."""
+    return "nanotron" in published.text
 
 
 def is_megatron(published: PublishedRow) -> bool:

@@ -90,8 +90,7 @@ def _step(plan: Plan, op: Compute, device: Device, kernels: defaultdict[str, flo
     whole = stack is not None and stack.recomputed == "whole" and chunk.keep == "inputs"
     step = "F" if whole and op.step == "R" else op.step
     cost = chunk.steps[step].cost
-    backward = step not in ("F", "R")
     for kernel in cost.kernels if stack is None else run_kernels(stack, cost.kernels, step):
-        seconds = kernel.count * kernel_seconds(device, kernel, backward=backward).seconds
+        seconds = kernel.count * kernel_seconds(device, kernel, step).seconds
         kernels[kernel.kind] += seconds
     return step_took(device, cost, step).seconds

@@ -47,6 +47,7 @@ from piper_simulator.times.timed import (
     durations_of,
     time_steps,
 )
+from piper_simulator.unaligned_work import unaligned_notes
 from piper_simulator.whole_work import whole_notes
 
 
@@ -307,6 +308,7 @@ def _folded(
     more = (
         *flop_notes(missing, rates.mfu, rates.hfu, rates.attention),
         *whole_notes(plan, cluster, step_s),
+        *unaligned_notes(plan, cluster, step_s),
         *host_notes(hosted, cluster),
     )
     notes = tuple(dict.fromkeys((*run.durations.notes, *rates.notes, *more)))

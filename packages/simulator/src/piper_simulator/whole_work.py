@@ -103,7 +103,7 @@ def _of_cost(cost: Cost, step: Step, degree: int, rows: int, device: Device) -> 
     for kernel in (k for k in cost.kernels if k.shared < degree and k.op not in COPIES):
         name, took = (
             kernel.op or kernel.kind,
-            kernel_seconds(device, kernel, backward=step not in ("F", "R")),
+            kernel_seconds(device, kernel, step),
         )
         saved_s = took.seconds * (1 - kernel.shared / degree)
         whole.add(_Whole({name: saved_s}, {name: bind(kernel.bytes, rows)}), kernel.count)

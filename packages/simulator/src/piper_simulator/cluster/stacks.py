@@ -72,6 +72,7 @@ class Stack:
         runs: neighbouring element-wise kernels are launched "each", or "fused": a run of them reads and writes as
             much as its largest member.
         joined: products of the same input are one product (queries, keys and values; gate and up).
+        pads: matrices of products are padded to rows of multiples of 16 bytes (torch.compile's shape_padding).
         remakes: operators whose results the backward's kernels make again, so that they are not saved.
         shares: the router's shares are multiplied into the experts' "results", which are saved for their gradient, or
             into the "activation" between their products; then no result is saved.
@@ -114,6 +115,7 @@ class Stack:
     accumulate: Literal["kernel", "product"] = "kernel"
     runs: Literal["each", "fused"] = "each"
     joined: bool = False
+    pads: bool = False
     remakes: tuple[Text, ...] = ()
     shares: Literal["results", "activation"] = "results"
     places: Literal["bound", "rows"] = "bound"

@@ -7,7 +7,8 @@ With a stack (`piper_simulator.cluster.stacks`) the kind of kernel decides:
 
     matmul      2 M N K FLOPs / (peak x matmul_fraction x tiles / (waves x SMs)): pieces of the result of a size of
                 TILES, as many at once as there are SMs, and a TAIL; K in whole steps of STEP (NVIDIA, Matrix
-                Multiplication Background User's Guide: tile and wave quantization)
+                Multiplication Background User's Guide: tile and wave quantization); slower where rows of its matrices
+                are unaligned (`piper_simulator.durations.alignment`)
     attention   in 16 bit FLOPs / (peak x the fraction that the stack's kernel reaches forward or backward)
     the others  bytes at the part of the bandwidth that so many bytes reach (`memory_steps`); if the stack runs an
                 operator as several kernels (`piper_simulator.durations.eager_launches`), each with its own bytes; loads
@@ -32,6 +33,7 @@ from piper_ir.program.program import Cost, Kernel, Step
 from piper_simulator.cluster.device import FLOAT8, Device
 from piper_simulator.cluster.kernel_table import SOURCES, Found, How
 from piper_simulator.cluster.stacks import Stack
+from piper_simulator.durations.alignment import aligned_part
 from piper_simulator.durations.eager_launches import Launched, launched_by_torch
 from piper_simulator.durations.software_kernels import FUSION, HALF, INSIDE, run_kernels
 
@@ -75,7 +77,7 @@ def step_took(device: Device, cost: Cost, step: Step) -> Took:
     if device.stack is not None:
         cost = Cost(tuple(run_kernels(device.stack, cost.kernels, step)), cost.seconds)
     for kernel in cost.kernels:
-        took = kernel_seconds(device, kernel, backward=step not in ("F", "R"))
+        took = kernel_seconds(device, kernel, step)
         parts[took.how] = parts.get(took.how, 0.0) + kernel.count * took.seconds
     seconds, launch_s = launched(device, sum(parts.values()), launch_count(device, cost))
     least: How = max(parts, key=[*SOURCES].index, default="formula")
@@ -108,11 +110,11 @@ def _one_for_all(stack: Stack, kernel: Kernel) -> bool:
     return kernel.kind in stack.fused and kernel.op != FUSION
 
 
-def kernel_seconds(device: Device, kernel: Kernel, *, backward: bool) -> Found:
-    """Return the seconds of a kernel on the device: from its table, else by formula."""
+def kernel_seconds(device: Device, kernel: Kernel, step: Step) -> Found:
+    """Return the seconds of a kernel of a step on the device: from its table, else by formula."""
 
     def formula(k: Kernel) -> float:
-        return plain(device, k) if device.stack is None else by_kind(device, k, backward=backward)
+        return plain(device, k) if device.stack is None else by_kind(device, k, step)
 
     return (
         device.kernel_table.find(kernel, formula)
@@ -135,12 +137,13 @@ def plain(device: Device, kernel: Kernel) -> float:
     return max(_computing(device, kernel), _moving(device, kernel))
 
 
-def by_kind(device: Device, kernel: Kernel, *, backward: bool) -> float:
-    """Return the seconds of a kernel on the device, with a stack."""
+def by_kind(device: Device, kernel: Kernel, step: Step) -> float:
+    """Return the seconds of a kernel of a step on the device, with a stack."""
     computing = _computing(device, kernel)
     if kernel.kind == "matmul":
-        computing = _product(device, kernel, computing)
+        computing = _product(device, kernel, computing / aligned_part(device, kernel, step))
     elif kernel.kind == "attention" and kernel.dtype in HALF:
+        backward = step not in ("F", "R")
         computing *= device.matmul_fraction / _attention_fraction(device, kernel, backward)
     runs = _launched(device, kernel)
     moving = sum(

@@ -176,7 +176,7 @@ def update_seconds(
         return own + copied, launch_s + zero_s
     moved = update_bytes(of, fused=device.stack is None or device.stack.optimizer == "fused")
     busy = sum(b / (device.memory_bandwidth * memory_fraction(device, b)) for b in moved)
-    busy += sum(k.count * kernel_seconds(device, k, backward=False).seconds for k in of.products)
+    busy += sum(k.count * kernel_seconds(device, k, "F").seconds for k in of.products)
     kernels = len(moved) + sum(k.count for k in of.products) + (of.state > 0)
     return launched(device, busy, kernels)  # and the step is counted
 
