@@ -22,6 +22,7 @@ TABLES = {
     "nemo_runs.csv": "nemo8b*",
     "nemo_2025.csv": "gb200-405b*",
     "own_runs.csv": "*8x1024",
+    "simumax_b200.csv": "*405b*mbc4",
 }
 """The tables, each with the cases of a quick run."""
 STEP, MEMORY = 10.0, 2.0
