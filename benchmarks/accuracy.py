@@ -14,6 +14,7 @@ from piper.published.table import read_rows
 
 FOLDER = Path(__file__).parent / "published"
 TABLES = {
+    "automodel_runs.csv": "*qwen3*",
     "bigscience_runs.csv": "*13312x82-tp4pp12-2-*",
     "fsdp_runs.csv": "fms-7b",
     "llm_foundry_h100.csv": "*13b-2048*",

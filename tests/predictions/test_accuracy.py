@@ -185,6 +185,7 @@ def test_a_row_that_cannot_be_said_is_refused_with_the_reason(
         ("gb200-186g", "dgxc", "NeMo, Megatron-Core", "blackwell-nemo"),
         ("h100-80g-sxm", "llm-foundry", "FSDP", "hopper-llm-foundry"),
         ("h100-80g-sxm", "huggingface", "nanotron", "hopper-nanotron"),
+        ("h100-80g-sxm", "NVIDIA-NeMo/Automodel", "", "hopper-nemo-automodel"),
         ("a100-80g-sxm", "Zero Bubble", "", "ampere-zero-bubble"),
         ("a100-80g-sxm", "nobody", "", "ampere-megatron"),  # tp 2, so like Megatron
     ],

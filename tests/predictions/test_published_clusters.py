@@ -1,4 +1,4 @@
-"""Published runs on clusters and software of their own: NICs, blocking launches, stages of nanotron; two public tables."""
+"""Published runs on clusters and software of their own: NICs, blocking launches, stages of nanotron; public tables."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ def test_nanotron_cuts_stages_by_products(case: str, starts: tuple[int, ...]) ->
     [
         ("bigscience_runs.csv", "*13312x82-tp4pp12-*", 0.11),
         ("nanotron_runs.csv", "nanotron-3.57B-tp[248]", 0.05),
+        ("automodel_runs.csv", "*kimi*", 0.08),
     ],
 )
 def test_tables_that_nothing_is_fitted_to(
@@ -60,5 +61,5 @@ def test_tables_that_nothing_is_fitted_to(
     monkeypatch.setenv("PIPER_CACHE", "")
     plans._PLANS.clear()
     found = [predict(run, memory=False) for run in read_rows(FOLDER / table, cases)]
-    assert len(found) >= 2 and all(not one.refused for one in found)
+    assert found and all(not one.refused for one in found)
     assert mean(abs(one.error or 1.0) for one in found) < most

@@ -14,7 +14,7 @@ from piper.models import GPTConfig
 from piper_ir.ground.trace import Trace
 from piper_ir.plan.plan import Plan
 from piper_ir.program.ops import Recv, Send
-from piper_simulator import STACKS, DeviceModel, with_stack
+from piper_simulator import STACKS, DeviceModel, load_cluster, with_stack
 from piper_simulator.durations.instances import meeting_inside
 from tests.helpers.slow_devices import slow_devices
 
@@ -142,3 +142,23 @@ def test_software_sends_a_tensor_that_all_devices_have_in_parts(cut_along_tokens
     channel = meeting_inside(plan, "tp", plan.roles[1])
     gathered = alone._on_channel(channel, "all_gather", one.bytes).seconds
     assert part.seconds < one.seconds + gathered and part.seconds > gathered > 0
+
+
+@pytest.mark.parametrize(("cluster", "sent"), [("h100x4", 0.875), ("h100x2*2", 0.75)])
+def test_a_token_goes_once_to_each_node_of_its_experts(cluster: str, sent: float) -> None:
+    """Of two choices in four places 4 (1 - (3/4)^2) / 2 are apart, in two places 2 (1 - (1/2)^2) / 2."""
+    experts = models.Experts(number=8, top_k=2, hidden=64)
+    config = models.LlamaConfig(
+        layers=1, width=64, heads=4, hidden=64, vocab=64, length=64, experts=experts
+    )
+    states = piper.replicate(where(), over="ep")
+    shared = (*recipes.expert_parallel(over="ep", bound=1.0), states)
+    plan = piper.compile(models.job(config, global_batch=4), Strategy(Mesh(ep=4), shared)).plan
+    found = {}
+    for dispatch in ("copies", "once"):
+        stack = replace(STACKS["eager"], dispatch=dispatch)
+        model = DeviceModel(plan, with_stack(load_cluster(cluster), stack), None)
+        role = plan.roles[0]
+        works = [model.work(role, instr) for instr in role.program]
+        found[dispatch] = sum(m.bytes for w in works for m in w.inside if m.op == "all_to_all")
+    assert found["once"] / found["copies"] == pytest.approx(sent, rel=0.01)

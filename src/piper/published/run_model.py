@@ -24,6 +24,7 @@ MODEL_WORDS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("rotary", {"positions": "rotary"}),
     ("gated GELU", {"activation": "gelu"}),
     ("QK norm", {"qk_norm": True}),
+    ("heads of 128", {"head_dim": 128}),
     ("dropout 0.1", {"dropout": 0.1}),
 )
 """The words of a note that change a model."""
@@ -100,7 +101,8 @@ def is_nanotron(published: PublishedRow) -> bool:
 
 def is_megatron(published: PublishedRow) -> bool:
     words = ("Megatron", "NeMo", "vTrain", "SC21", "Zero Bubble", "Korthikanti")
-    return published.dtype == "fp16" or any(word in published.text for word in words)
+    text = published.text.replace("NVIDIA-NeMo/Automodel", "")  # which is torch's FSDP2
+    return published.dtype == "fp16" or any(word in text for word in words)
 
 
 def capacity_of(published: PublishedRow) -> float | None:

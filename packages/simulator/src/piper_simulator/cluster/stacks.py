@@ -86,6 +86,8 @@ class Stack:
         gradients: messages of data parallelism run "beside" the backward, or "behind" it.
         transfers: between stages each device sends the "whole" of a tensor that devices of tensor parallelism all have,
             or they send its "parts", which the receivers gather.
+        dispatch: tokens go to experts on other devices as "copies", one for each expert, or "once" to each of their
+            nodes, and within a node to each device (DeepEP).
         messages: name of a table of measured messages in the folder data, for the links of its devices; "" if none.
         holds: buffers that the software holds beside the plan's: "layer gradients" (of the weights of one layer, in
             16 bit), "head gradient" (float32), "scores" (of the attention of one layer, the addend of
@@ -128,6 +130,7 @@ class Stack:
     tile_s: NotNegative = 0.0
     gradients: Literal["beside", "behind"] = "beside"
     transfers: Literal["whole", "parts"] = "whole"
+    dispatch: Literal["copies", "once"] = "copies"
     messages: str = ""
     holds: tuple[Annotated[str, one_of(*HELD)], ...] = ()
     shards: Literal["kept", "cast"] = "kept"

@@ -50,7 +50,7 @@ from piper_simulator.durations.launches import (
     launching_devices,
 )
 from piper_simulator.durations.provenance import Provenance
-from piper_simulator.durations.transfers import between_stages, cut_along
+from piper_simulator.durations.transfers import Transfers
 from piper_simulator.durations.updates import Updated, update_seconds, updated
 
 _TRUST: tuple[Source, ...] = ("formula", "interpolated", "table", "measured", "given")
@@ -96,7 +96,7 @@ class DeviceModel(CostModel):
         self._traffic = PlanBytes(plan)
         self._steps: dict[tuple[Compute, int], Work] = {}
         self._meets = bool(axes_inside(plan))
-        self._cut = cut_along(plan, self._devices[0])
+        self._sent = Transfers(plan, self._devices[0])
         self._inside: dict[tuple[Compute, int, str], Work] = {}
         self._took: dict[tuple[int, Step, int], tuple[Took, int, tuple[str, ...]]] = {}
         self._groups: dict[str, frozenset[RankGroup]] = {}
@@ -445,16 +445,15 @@ class DeviceModel(CostModel):
         self._need(f"a message on channel {channel.id}", 0)
         cluster = self.cluster
         assert cluster is not None, "needed"
-        cut = self._cut if between_stages(channel, op) else ()
-        sent = -(-nbytes // self.plan.mesh.degree(cut))
-        slowest = max(
-            (duration(cluster, op, sent, g) for g in self._instances(channel, cluster)),
-            key=lambda d: d.seconds,
+        groups = self._instances(channel, cluster)
+        each = [(g, self._sent.bytes_of(channel, op, nbytes, g)) for g in groups]
+        slowest, sent = max(
+            ((duration(cluster, op, n, g), n) for g, n in each), key=lambda took: took[0].seconds
         )
         if slowest.source == "formula":
             self._provenance.sent_unknown(*key)
-        there = [meeting_inside(self.plan, axis, self.plan.role(channel.roles[1])) for axis in cut]
-        gathered_s = sum([self._on_channel(c, "all_gather", nbytes).seconds for c in there])
+        gathers = self._sent.gathers(channel, op)
+        gathered_s = sum([self._on_channel(c, "all_gather", nbytes).seconds for c in gathers])
         return Work(slowest.seconds + gathered_s, slowest.source, bytes=sent)
 
     def _stretch(self, channel: Channel, op: str, nbytes: int) -> float:

@@ -1,27 +1,65 @@
-"""Find the tensors that software sends from stage to stage in parts, since devices of an axis all have the same.
+"""Count the bytes that software sends where devices, or nodes, would otherwise get the same rows more than once.
 
-Megatron-LM of 2021 to 2023 and DeepSpeed send a part from each device, and gather the parts within the node of the
-receivers (arXiv 2104.04473, section 4.1: scatter/gather optimization).
+Between stages Megatron-LM of 2021 to 2023 and DeepSpeed send a part of a tensor from each device of an axis whose
+devices all have it, and gather the parts within the node of the receivers (arXiv 2104.04473, section 4.1:
+scatter/gather optimization). To experts DeepEP sends a token once to each node that has experts of it, and once to each
+device within a node, where an all-to-all sends it once to each expert (https://github.com/deepseek-ai/DeepEP).
 """
 
 from __future__ import annotations
 
+from math import prod
+
 from piper_ir.ground.sizes import bind
 from piper_ir.plan.plan import Channel, Plan
+from piper_ir.program.program import Chunk
 from piper_simulator.cluster.device import Device
+from piper_simulator.durations.communication import RankGroup
+from piper_simulator.durations.instances import meeting_inside
 
 _BETWEEN_STAGES = ("activation", "gradient")
 
 
-def cut_along(plan: Plan, device: Device | None) -> tuple[str, ...]:
-    """Return the axes whose devices each send a part of the tensor that all have (`Stack.transfers`)."""
-    stack = None if device is None else device.stack
-    return () if stack is None or stack.transfers == "whole" else _whole_along(plan)
+class Transfers:
+    """Count the bytes that a stack sends for messages of a plan, see `Stack.transfers` and `Stack.dispatch`."""
+
+    def __init__(self, plan: Plan, device: Device | None) -> None:
+        self._plan = plan
+        stack = None if device is None else device.stack
+        self._axes: tuple[str, ...] = ()
+        self._choices = 0
+        if stack is not None and stack.transfers == "parts":
+            self._axes = _whole_along(plan)
+        if stack is not None and stack.dispatch == "once":
+            self._choices = max(map(_choices, plan.chunks), default=0)
+
+    def bytes_of(self, channel: Channel, op: str, nbytes: int, group: RankGroup) -> int:
+        """Return the bytes that a message of `nbytes` has on its links."""
+        if op == "all_to_all" and self._choices > 1:
+            places = group.nodes if group.nodes > 1 else group.ranks
+            return round(nbytes * _distinct(places, self._choices))
+        return -(-nbytes // self._plan.mesh.degree(self._cut(channel, op)))
+
+    def gathers(self, channel: Channel, op: str) -> list[Channel]:
+        """Return the channels on which the receivers gather the parts of a message."""
+        receivers = [self._plan.role(channel.roles[1])] if self._cut(channel, op) else []
+        return [meeting_inside(self._plan, axis, role) for role in receivers for axis in self._axes]
+
+    def _cut(self, channel: Channel, op: str) -> tuple[str, ...]:
+        return self._axes if op == "p2p" and channel.purpose in _BETWEEN_STAGES else ()
 
 
-def between_stages(channel: Channel, op: str) -> bool:
-    """Return whether a message carries a tensor from stage to stage."""
-    return op == "p2p" and channel.purpose in _BETWEEN_STAGES
+def _distinct(places: int, choices: int) -> float:
+    """Return how many of some places a token goes to, over its choices, if these are drawn evenly."""
+    return places * (1 - (1 - 1 / places) ** choices) / choices
+
+
+def _choices(chunk: Chunk) -> int:
+    """Return how many experts each token of a chunk chooses; 0 for one without dropless experts."""
+    region, out = chunk.steps["F"].experts, chunk.ports.get("out0")
+    if region is None or out is None:
+        return 0
+    return round(bind(region.rows, 0) / prod([bind(n, 0) for n in out.shape[:-1]]))
 
 
 def _whole_along(plan: Plan) -> tuple[str, ...]:
