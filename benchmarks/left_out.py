@@ -3,8 +3,8 @@
 python benchmarks/left_out.py published_runs.csv [ROWS]
 
 Each run keeps the facts of its stack (kernels, attention, messages), and takes the constants that were fitted to it from
-the other stacks of its device, as their mean; where there is no other stack, from the priors. It prints the table of
-`piper accuracy` with its own constants and with these. ROWS is a pattern of cases.
+the other stacks of its device, as the mean of those that were fitted to runs; where there are none, from the priors. It
+prints the table of `piper accuracy` with its own constants and with these. ROWS is a pattern of cases.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from piper_simulator import SOFTWARE, Stack, stacks_of
 
 
 def without_own(stack: Stack, device: str) -> Stack:
-    """Return a stack whose fitted constants come from the other stacks of a device, or from the priors."""
+    """Return a stack whose fitted constants come from others of a device, or are its priors."""
     others = [SOFTWARE[name] for name in stacks_of(device) if name != stack.name]
     constants = {}
     for name, constant in stack.constants.items():
-        values = [s.constants[name].value for s in others if name in s.constants]
-        value = fmean(values) if values else constant.prior
+        found = [s.constants[name] for s in others if name in s.constants]
+        # a stack that is based on this one has this constant itself, and two of one base have one constant
+        values = {c.source: c.value for c in found if c.fitted and c != constant}
+        value = fmean(values.values()) if values else constant.prior
         constants[name] = replace(constant, value=value) if constant.fitted else constant
     return replace(stack, constants=constants)
 
