@@ -23,7 +23,7 @@ def one_of(table: str, case: str) -> PublishedRow:
 
 
 def test_a_note_gives_the_nics_of_a_node_and_says_that_launches_block() -> None:
-    """Four NICs of 100 Gb/s are 50 GB/s for eight devices, of which 94 % are reached, and the stack's part of that."""
+    """Eight devices share four NICs of 100 Gb/s, and reach 94 % of that rate, times the stack's constant `inter`."""
     run = one_of("bigscience_runs.csv", "*14336x70-tp4pp12-2-2048*")
     cluster = cluster_of(run)
     stack = cluster.device.stack

@@ -146,7 +146,7 @@ def test_software_sends_a_tensor_that_all_devices_have_in_parts(cut_along_tokens
 
 @pytest.mark.parametrize(("cluster", "sent"), [("h100x4", 0.875), ("h100x2*2", 0.75)])
 def test_a_token_goes_once_to_each_node_of_its_experts(cluster: str, sent: float) -> None:
-    """Of two choices in four places 4 (1 - (3/4)^2) / 2 are apart, in two places 2 (1 - (1/2)^2) / 2."""
+    """Two choices fall on 4 (1 - (3/4)^2) of four devices on average, or on 2 (1 - (1/2)^2) of two nodes."""
     experts = models.Experts(number=8, top_k=2, hidden=64)
     config = models.LlamaConfig(
         layers=1, width=64, heads=4, hidden=64, vocab=64, length=64, experts=experts

@@ -42,7 +42,8 @@ def cluster_of(published: PublishedRow, stack: Stack | str | None = None) -> Clu
         per_node = min(most, published.gpus)
     if published.gpus % per_node:
         raise JobError(
-            f"{published.case}: {published.gpus} devices do not fill nodes of {per_node}"
+            f"{published.case}: {published.gpus} devices do not fill nodes of {per_node}: correct the column "
+            f"gpus or gpus_per_node"
         )
     cluster = load_cluster(f"{device}:{per_node}*{published.gpus // per_node}")
     if nics := NICS.search(published.note):

@@ -12,7 +12,7 @@ from piper.published.table import PublishedRow
 VOCAB = 32_000
 """The tokens of a row that leaves its vocab open: that of sentencepiece models, as open Megatron forks train with."""
 PADDED = 128
-"""The number of which, times tp, Megatron makes a vocabulary a multiple."""
+"""The number to whose multiples, times tp, Megatron pads a vocabulary (--make-vocab-size-divisible-by)."""
 LATENT = models.Latent(q_rank=1_536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
 """The latent attention of DeepSeek-V2 and V3 (arXiv 2405.04434, section 3.1.2), which others took over."""
 GOLDEN = "functional_tests/test_cases/gpt"
@@ -100,6 +100,7 @@ def is_nanotron(published: PublishedRow) -> bool:
 
 
 def is_megatron(published: PublishedRow) -> bool:
+    """Return whether a run is of Megatron-LM or of software built on it; float16 rows are, too."""
     words = ("Megatron", "NeMo", "vTrain", "SC21", "Zero Bubble", "Korthikanti")
     text = published.text.replace("NVIDIA-NeMo/Automodel", "")  # which is torch's FSDP2
     return published.dtype == "fp16" or any(word in text for word in words)

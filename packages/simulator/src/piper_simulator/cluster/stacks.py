@@ -84,8 +84,8 @@ class Stack:
         loss_keeps: bytes per logit that are held at the loss beside the tensors of the plan.
         tile_s: seconds in which a wave of tiles of a matrix product starts and ends.
         gradients: messages of data parallelism run "beside" the backward, or "behind" it.
-        transfers: between stages each device sends the "whole" of a tensor that devices of tensor parallelism all have,
-            or they send its "parts", which the receivers gather.
+        transfers: between stages each device sends the "whole" of a tensor that tensor parallelism replicates, or they
+            send its "parts", which the receivers gather.
         dispatch: tokens go to experts on other devices as "copies", one for each expert, or "once" to each of their
             nodes, and within a node to each device (DeepEP).
         messages: name of a table of measured messages in the folder data, for the links of its devices; "" if none.

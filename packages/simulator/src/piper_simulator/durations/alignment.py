@@ -19,7 +19,7 @@ _HALF = frozenset({"bfloat16", "float16"})
 
 
 def aligned_part(device: Device, kernel: Kernel, step: Step) -> float:
-    """Return the part of its rate that a product of a step reaches with the rows that its matrices have.
+    """Return the fraction of its rate that a product of a step reaches: below 1 where rows are unaligned.
 
     A stack that pads matrices (`Stack.pads`) reaches all of it.
     """

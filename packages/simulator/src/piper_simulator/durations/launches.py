@@ -43,7 +43,7 @@ def issue_seconds(plan: Plan, cluster: Cluster | None, costs: Costs) -> float:
 
 
 def costs_by_device(devices: Sequence[Device | None], costs: Costs) -> list[Costs]:
-    """Return for each device the costs that hold for it."""
+    """Return the measured costs for each device: other types have none where the measured type is in the cluster."""
     measured = costs.origin.cluster.partition(":")[0] if costs.origin is not None else ""
     taken_here = [device is not None and device.name == measured for device in devices]
     return [costs if here or not any(taken_here) else Costs() for here in taken_here]

@@ -1,8 +1,8 @@
 """Count the bytes that software sends where devices, or nodes, would otherwise get the same rows more than once.
 
-Between stages Megatron-LM of 2021 to 2023 and DeepSpeed send a part of a tensor from each device of an axis whose
-devices all have it, and gather the parts within the node of the receivers (arXiv 2104.04473, section 4.1:
-scatter/gather optimization). To experts DeepEP sends a token once to each node that has experts of it, and once to each
+Where a tensor is replicated along an axis, each device of Megatron-LM of 2021 to 2023 and DeepSpeed sends a part of it
+to the next stage, whose devices gather the parts within their node (arXiv 2104.04473, section 4.1: scatter/gather
+optimization). To experts DeepEP sends a token once to each node that has experts of it, and once to each
 device within a node, where an all-to-all sends it once to each expert (https://github.com/deepseek-ai/DeepEP).
 """
 
@@ -29,7 +29,7 @@ class Transfers:
         self._axes: tuple[str, ...] = ()
         self._choices = 0
         if stack is not None and stack.transfers == "parts":
-            self._axes = _whole_along(plan)
+            self._axes = _replicated_along(plan)
         if stack is not None and stack.dispatch == "once":
             self._choices = max(map(_choices, plan.chunks), default=0)
 
@@ -50,7 +50,7 @@ class Transfers:
 
 
 def _distinct(places: int, choices: int) -> float:
-    """Return how many of some places a token goes to, over its choices, if these are drawn evenly."""
+    """Return to how many places (nodes or devices) a token is sent per choice, if experts are chosen evenly."""
     return places * (1 - (1 - 1 / places) ** choices) / choices
 
 
@@ -62,10 +62,11 @@ def _choices(chunk: Chunk) -> int:
     return round(bind(region.rows, 0) / prod([bind(n, 0) for n in out.shape[:-1]]))
 
 
-def _whole_along(plan: Plan) -> tuple[str, ...]:
-    """Return the axes whose devices all have the same tensors between their steps.
+def _replicated_along(plan: Plan) -> tuple[str, ...]:
+    """Return the axes along which tensors are replicated between steps.
 
-    These steps mostly add up partial sums. Where devices cut tensors along tokens, they gather and scatter instead.
+    Most bytes of such an axis are all-reduces of partial sums. Where an axis cuts tensors along tokens, it has
+    all-gathers and reduce-scatters instead.
     """
     sent: dict[tuple[str, bool], int] = {}
     collectives = [
