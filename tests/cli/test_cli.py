@@ -31,6 +31,7 @@ def test_simulate_prints_and_gives_json(recipe: Path) -> None:
     assert numbers["step_s"] > 0
 
 
+@pytest.mark.long
 def test_what_a_file_prints_is_no_part_of_the_json(recipe: Path, tmp_path: Path) -> None:
     """The file prints where it is read, and its batches in worker processes."""
     text = recipe.read_text() + "print('read')\n"

@@ -27,7 +27,7 @@ OFTEN = ("counts_transposed", "a_round_lost", "combined_without_shares")
 """Of the faults of dropless mixtures."""
 SELDOM = ring_faults.FAULTS.keys() | (dropless_faults.FAULTS.keys() - set(OFTEN))
 """The faults for the long suite: packages/capture/tests/test_ring_attention.py shows the same sooner, on a chunk."""
-TOGETHER = 10
+TOGETHER = 5
 """The number of faults that one case tries."""
 QUICK = frozenset({"no_receive_wait", "narrow_reduction", "attribute_left"})
 """One fault of each kind, whose groups `make test` runs; those of jobs capture a model for nearly every fault."""

@@ -7,7 +7,8 @@ The cases are the rows of the suite of compositions. `make test` takes a pairwis
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -28,8 +29,9 @@ from tests.helpers.judged import judge
 
 SIZES: dict[str, int] = dict(layers=2, width=32, heads=2, vocab=64, length=32)
 """The sizes of decoders whose gradients in bfloat16 are judged."""
-NEAR = 1.12
-"""The error of a Llama is 1.07 to 1.12 of that of torch.compile, which fuses the sums of a layer with the next norm."""
+NEAR = {"model": 1.12, "layers": 1.05}
+"""Errors of a Llama over those of torch.compile, which fuses the sums of a layer with the next layer's norm if it is
+given the whole model (1.06 to 1.11), and not if it is given each layer (1.01 to 1.04)."""
 
 
 @pytest.fixture(autouse=True)
@@ -205,6 +207,36 @@ def test_other_kernels_are_refused() -> None:
         piper.compile(program, strategy, options=piper.Options(kernels="inductor"))
 
 
+def squared_errors(config: models.DecoderConfig, seed: int) -> list[float]:
+    """Return the squared errors of all gradients against float64: ours, and those of torch.compile as in `NEAR`."""
+    job = models.job(config, global_batch=4, precision="bfloat16", seed=seed)
+    options = piper.Options(kernels="inductor")
+    compiled = piper.compile(job, piper.Strategy(piper.Mesh(pp=1), ()), options=options)
+    assert any(fused(compiled).values())
+    ours = piper.execute(compiled, steps=1, launcher="inline", gradients=True).gradients[0]
+
+    def gradients(dtype: torch.dtype, compiles: str = "") -> dict[str, torch.Tensor]:
+        torch.manual_seed(job.seed)
+        model = job.model()
+        for p in model.parameters():  # buffers are as the model has them, as in a plan
+            p.data = p.to(torch.bfloat16).to(dtype)
+        if compiles == "layers":
+            for layer in model.layers:
+                layer.compile()
+        loss = lambda x, y: job.loss(model(x), y)  # noqa: E731 - one line, compiled or not
+        (torch.compile(loss) if compiles == "model" else loss)(*job.batch(0, range(4))).backward()
+        return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+
+    exact = gradients(torch.float64)
+    found = [ours, *(gradients(torch.bfloat16, compiles) for compiles in NEAR)]
+    assert all(each.keys() == exact.keys() for each in found)
+    size = sum(float(g.square().sum()) for g in exact.values())
+    return [
+        sum(float((each[n].double() - g).square().sum()) for n, g in exact.items()) / size
+        for each in found
+    ]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "config",
@@ -214,27 +246,8 @@ def test_other_kernels_are_refused() -> None:
 def test_gradients_in_bfloat16_are_as_near_to_float64_as_those_of_torch_compile(
     config: models.DecoderConfig,
 ) -> None:
-    """Plain torch is 10 to 20 % further off. Between layers a plan rounds what torch.compile keeps in registers."""
-    job = models.job(config, global_batch=4, precision="bfloat16")
-    options = piper.Options(kernels="inductor")
-    compiled = piper.compile(job, piper.Strategy(piper.Mesh(pp=1), ()), options=options)
-    assert any(fused(compiled).values())
-    ours = piper.execute(compiled, steps=1, launcher="inline", gradients=True).gradients[0]
-
-    def gradients(dtype: torch.dtype, compiles: bool) -> dict[str, torch.Tensor]:
-        torch.manual_seed(job.seed)
-        model = job.model()
-        for p in model.parameters():  # buffers are as the model has them, as in a plan
-            p.data = p.to(torch.bfloat16).to(dtype)
-        loss = lambda x, y: job.loss(model(x), y)  # noqa: E731 - one line, compiled or not
-        (torch.compile(loss) if compiles else loss)(*job.batch(0, range(4))).backward()
-        return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
-
-    exact, torchs = gradients(torch.float64, False), gradients(torch.bfloat16, True)
-    assert exact.keys() == ours.keys() == torchs.keys()
-
-    def error(found: Mapping[str, torch.Tensor]) -> float:
-        off = sum((found[n].double() - g).square().sum() for n, g in exact.items())
-        return float((off / sum(g.square().sum() for g in exact.values())).sqrt())
-
-    assert 0 < error(ours) <= NEAR * error(torchs) < 0.01
+    """Plain torch is 4 to 16 % further off. Between layers a plan rounds what a compiled model keeps in registers."""
+    of_seeds = [squared_errors(config, seed) for seed in range(3)]
+    ours, *torchs = (math.sqrt(sum(each)) for each in zip(*of_seeds, strict=True))
+    for (compiles, near), error in zip(NEAR.items(), torchs, strict=True):
+        assert 0 < ours <= near * error < 0.02, compiles

@@ -91,6 +91,7 @@ SINKS: dict[str, tuple[Mesh, tuple[Directive, ...]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", SINKS)
 def test_sinks_train_what_attention_written_out_trains(layout: str) -> None:
     """The kernel's result and gradients equal a softmax with one more column's, also in parts of keys."""
@@ -107,6 +108,7 @@ def test_sinks_train_what_attention_written_out_trains(layout: str) -> None:
     assert not lies(compiled.plan, dict(run.memory))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", SINKS)
 @pytest.mark.parametrize("name", ["sinks", "Gemma 3"])
 def test_windows_train_what_their_mask_trains(name: str, layout: str) -> None:

@@ -127,6 +127,7 @@ def test_axes_that_experts_cannot_be_over_are_refused(
         compiled("2", mesh, directive, over=over)
 
 
+@pytest.mark.long
 def test_more_devices_share_tokens_than_a_microbatch_has_rows() -> None:
     """Experts with a capacity exchange [experts, rows, ...], which devices do not share by tokens."""
     sizes = dict(layers=1, width=16, heads=4, hidden=16, vocab=16, length=8)

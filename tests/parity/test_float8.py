@@ -103,6 +103,7 @@ def test_states_are_shared(recipe: str) -> None:
     judged(job(recipe, rows=12), Mesh(dp=2), *pieces)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("recipe", "sequence"),
     [

@@ -87,6 +87,7 @@ QUICK = {"sum": {("pp", 0), ("cp", 1)}, "total": {("dp", 0), ("recompute", 1)}, 
 """Kind of a loss -> the kinds of plans that `make test` has it under, with the number of the loss among its kind."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "way"),
     [

@@ -16,7 +16,6 @@ import piper
 from piper_capture.graphs import rewrites
 from piper_ir.ground.errors import RankError
 from tests.helpers import memory_judge
-from tests.helpers.cases import each_case
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -73,7 +72,10 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_judge, "PEAK", 0)
 
 
-@each_case(("name", "kernels"), [(n, k) for n in LOSSES for k in ("eager", "inductor")])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("name", "kernels"), [(n, k) for n in LOSSES for k in ("eager", "inductor")]
+)
 def test_a_loss_of_two_dtypes_and_a_kept_norm_train_as_in_float64(name: str, kernels: str) -> None:
     found, lies = run(LOSSES[name], kernels)
     expected = plain(LOSSES[name])

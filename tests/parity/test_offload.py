@@ -63,6 +63,7 @@ def judged(c: Composition, launcher: str = "inline", **options: Any) -> Plan:
     return plan
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("c", "options"),
     [

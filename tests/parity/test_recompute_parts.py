@@ -94,6 +94,7 @@ CASES_OF_MODULES: tuple[tuple[str, str, Directives, dict[str, Any], int], ...] =
 """Model, axis of two devices, strategy, arguments of recompute, products that R makes again in a chunk."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, marks=[pytest.mark.long] * (c[1] == "ep")) for c in CASES_OF_MODULES],

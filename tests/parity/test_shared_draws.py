@@ -43,6 +43,7 @@ def job(draws: Any = "rows") -> piper.Job:
     return replace(made, draws=draws)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_attention_with_dropout_trains_what_one_device_trains(layout: str) -> None:
     mesh, directives = LAYOUTS[layout]

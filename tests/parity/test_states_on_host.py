@@ -54,6 +54,7 @@ def states(plan: Plan, *, host: bool) -> dict[str, int]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("c", "selections"),
     [
@@ -81,6 +82,7 @@ def test_it_trains_like_one_device(c: Composition, selections: tuple[Any, ...]) 
     judge(c, compiled)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "c",
     [

@@ -36,6 +36,7 @@ CASES = (
 )  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_tiles_train_what_one_device_trains_in_the_memory_of_the_plan(case: Composition) -> None:
     judge(case)

@@ -91,6 +91,7 @@ def test_a_mixture_is_said_with_its_experts() -> None:
     assert biased.experts is not None and biased.experts.bias and not biased.mlp_bias
 
 
+@pytest.mark.long
 def test_parameters_that_are_shared_are_gathered_by_layers_as_fsdp_wraps_blocks() -> None:
     """A unit of a mixture has no experts where devices share these, so that no gather has experts of two layers."""
     many = {"zero": "3", "layers": "3", "experts": "128", "capacity": "", "note": "torchtitan"}
@@ -109,6 +110,7 @@ def test_the_committed_mixtures_have_sources_and_can_be_said() -> None:
         assert row(one).strategy.mesh.size("ep") == one.ep, one.case
 
 
+@pytest.mark.long
 def test_later_runs_of_a_fitted_stack_are_predicted_within_its_interval() -> None:
     """NeMo 24.12 ran what 24.09 did, to whose runs the stack is fitted; 175B has dropout in attention."""
     rows = read_rows(Path(__file__).parents[2] / "benchmarks/published/nemo_runs.csv")
@@ -117,7 +119,8 @@ def test_later_runs_of_a_fitted_stack_are_predicted_within_its_interval() -> Non
     assert all(abs(run.error or 1.0) < 0.04 for run in found)
 
 
-@each_case(
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
     ("table", "cases"),
     [
         ("llm_foundry_h100.csv", "*-13b-2048-*"),
@@ -234,7 +237,10 @@ def test_a_zero_bubble_order_is_of_the_whole_strategy(tiny: PublishedRow) -> Non
     assert times[0]["hop"] < times[0]["F"][0]
 
 
-@each_case(("model", "forward", "backward"), [("6.2B", 29.802, 29.428), ("28.3B", 10.408, 10.204)])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("model", "forward", "backward"), [("6.2B", 29.802, 29.428), ("28.3B", 10.408, 10.204)]
+)
 def test_zero_bubble_has_the_forward_and_backward_that_its_authors_profiled(
     model: str, forward: float, backward: float
 ) -> None:

@@ -351,6 +351,7 @@ def test_the_fullest_rank_decides_how_long_dropless_experts_take() -> None:
         simulate(plan, NODES, load=4.5)
 
 
+@pytest.mark.long
 def test_no_stack_hides_the_messages_of_experts() -> None:
     """Userbuffers run the messages of attention beside its products. The host launches each message."""
     sizes = (*recipes.tensor_parallel(sequence=True), *recipes.expert_parallel(hidden="tp"))

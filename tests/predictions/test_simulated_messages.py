@@ -144,6 +144,7 @@ def test_software_sends_a_tensor_that_all_devices_have_in_parts(cut_along_tokens
     assert part.seconds < one.seconds + gathered and part.seconds > gathered > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("cluster", "sent"), [("h100x4", 0.875), ("h100x2*2", 0.75)])
 def test_a_token_goes_once_to_each_node_of_its_experts(cluster: str, sent: float) -> None:
     """Two choices fall on 4 (1 - (3/4)^2) of four devices on average, or on 2 (1 - (1/2)^2) of two nodes."""

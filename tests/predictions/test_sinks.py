@@ -27,6 +27,7 @@ def curvature(attention: str) -> float:
     return (held[2] - 2 * held[1] + held[0]) / held[2]
 
 
+@pytest.mark.long
 def test_memory_grows_with_the_tokens() -> None:
     assert curvature("fused") == pytest.approx(0, abs=1e-3)
     assert curvature("math") > 0.05  # the control: written out, it grows with their square

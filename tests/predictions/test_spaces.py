@@ -216,7 +216,8 @@ def test_every_call_is_written_as_it_is_meant(make: Any) -> None:
         assert ("expert_parallel", True) in seen
 
 
-@each_case(
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
     ("sizes", "fixed", "used"),
     [
         ({"layers": 4, "length": 131_072}, {"tiles": 1, "away": 0.0}, "tiles"),
@@ -303,7 +304,8 @@ def test_a_mixtures_experts_are_shared() -> None:
     assert plan.mesh.size("ep") == 4 and plan.replicas == 16
 
 
-@each_case(
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(
     ("make", "choices"),
     [
         (dropless, {"tp": 2}),

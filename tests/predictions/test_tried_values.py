@@ -76,10 +76,11 @@ def drawn(space: StrategySpace, number: int) -> list[tuple[dict[str, Any], piper
             },
             ["pieces=2", "keep='inputs@*.feed_forward')", "whole_mb=0.01", "tensors='states'", "tiles=2"],
         ),
-        (
+        pytest.param(
             shared_part,
             {"ep": 2, "etp": 2, "tp": 2, "sequence": True, "fold": False, "cut": True, "beside": True, "zero": 1},
             ["hidden=('tp', 'etp'), beside=True", "over=('dp', 'ep', 'etp'), zero=1"],
+            marks=pytest.mark.long,
         ),
         pytest.param(
             dropless,
@@ -112,6 +113,7 @@ WIDE: dict[str, tuple[Any, ...]] = {
 OF_EXPERTS = {"etp": (1, 2), "beside": (False, True), "cut": (False, "tp", "cp", "tp+cp"), "ep": (1, 2)}  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("make", "wide"), [(llama, WIDE), (shared_part, OF_EXPERTS | {"pp": 1, "cp": (1, 2)})]
 )
@@ -184,6 +186,7 @@ def test_values_that_no_plan_can_have(given: dict[str, Any], words: str) -> None
         piper.space(llama(), CLUSTER, **given)
 
 
+@pytest.mark.long
 def test_parts_of_experts_that_a_model_lacks() -> None:
     with pytest.raises(TuneError, match=r"beside=True\): .*computes nothing beside its experts"):
         piper.space(dropless(), CLUSTER, beside=True)
@@ -204,7 +207,8 @@ ALONE = {
 }  # fmt: skip
 
 
-@each_case(
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
     ("model", "fixed", "name", "values"),
     [
         (HEAD, {"pp": 8, "schedule": "1f1b"}, "at", ("even", "last-1", "ends-1")),

@@ -23,6 +23,7 @@ def simulated(vocab: int, cluster: str, tp: int = 1) -> Simulation:
         return piper.simulate(plan, cluster)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("cluster", "vocab", "tp"),
     [

@@ -250,6 +250,7 @@ def test_what_computation_cannot_cover_is_exposed() -> None:
     assert 0.2 < five.paired < four.paired - 0.05 and five.step < four.step
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "microbatches"),
     [("1F1B", 2), ("DualPipeV", 4), pytest.param(PAIRS, 8, marks=pytest.mark.long)],
