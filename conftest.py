@@ -212,6 +212,7 @@ TOGETHER: dict[str, tuple[str, ...]] = {
 }
 """Files that share what takes long to make: of `make test`'s processes, one takes all files of an entry."""
 LONG = (
+    "tests/parity/test_compiled_kernels.py",
     "tests/benches/test_bench_smoke.py",
     "packages/runtime/tests/test_runtime_torchrun.py",
     "tests/cli/test_cli.py",

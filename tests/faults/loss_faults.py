@@ -54,7 +54,7 @@ def _of(c: Composition, name: str, strategy: Strategy = PARTS) -> Judged | None:
 def mean_of_microbatch_means(c: Composition) -> Judged | None:
     """A mean over the targets that count is taken for one over rows, and averaged over microbatches."""
 
-    def as_mean(forward: Forward, adding: AuxiliaryForm = "") -> Forward:
+    def as_mean(forward: Forward, adding: AuxiliaryForm = "", *, scaled: bool = False) -> Forward:
         return forward
 
     with mock.patch.object(assemble, "over_whole_batch", as_mean):

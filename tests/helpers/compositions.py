@@ -409,7 +409,8 @@ def compiled(c: Composition) -> Compiled:
 
 def code_of(c: Composition, plan: Plan) -> Any:
     """The code of the plan's chunks, for its number of rows, if its layers are the usual ones."""
-    return captured(c.model, c.precision).code.export(plan.codes, plan.rows)
+    made = capturing.captured_job(job_of(c)) if c.scaled else captured(c.model, c.precision)
+    return made.code.export(plan.codes, plan.rows)
 
 
 def run(

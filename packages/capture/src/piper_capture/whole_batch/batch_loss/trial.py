@@ -34,7 +34,7 @@ MERGED = 3
 BESIDE = {"eq": 0, "ne": 0, "not_equal": 0, "ge": -1, "gt": 0, "le": 1, "lt": 0}
 """The distance from a constant of the integer that a comparison with it tells from most others."""
 MOST = 2**24
-"""The largest number of elements in a tensor of the loss for which it is computed: a second or less."""
+"""The largest number of elements in a tensor of the loss for which it is computed: one to two seconds per filling."""
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """The relative differences that rounding explains; in half precision 0.03."""
 
