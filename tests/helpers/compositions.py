@@ -408,7 +408,10 @@ def compiled(c: Composition) -> Compiled:
 
 
 def code_of(c: Composition, plan: Plan) -> Any:
-    """The code of the plan's chunks, for its number of rows, if its layers are the usual ones."""
+    """The code of the plan's chunks, for its number of rows, if its layers are the usual ones.
+
+    A job whose loss is scaled has a capture of its own, since the scale multiplies a mean in it, not a sum.
+    """
     made = capturing.captured_job(job_of(c)) if c.scaled else captured(c.model, c.precision)
     return made.code.export(plan.codes, plan.rows)
 

@@ -46,10 +46,10 @@ MOST = 8
 
 COSTLY = ("steered", "mixture", "shared_experts", "biased_experts", "quantised")
 """The models whose captures take the longest; `make test` has two random rows of each."""
-SINGLE = (30, 69)
-"""Numbers without which the random rows of `make test` lack a value of a field."""
+NEEDED = (30, 69)
+"""Numbers of rows that have the values of fields which the other random rows of `make test` lack."""
 FIRST, NUMBERS = 194, 60
-"""The number from which on `make test` takes random rows, and how many these are."""
+"""The number from which on `make test` takes random rows, and how many it takes in all."""
 
 
 @cache
@@ -201,7 +201,7 @@ def with_axes(c: Composition, rng: Random) -> Composition:
 
 def _numbers() -> Iterator[int]:
     """Generate the numbers of `make test`: all from FIRST on, but for further rows of COSTLY models."""
-    yield from SINGLE
+    yield from NEEDED
     rows = Counter[str]()
     for seed in count(FIRST):
         model = wide_row(seed, quick=True)["model"]

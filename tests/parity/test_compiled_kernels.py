@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -30,8 +31,10 @@ from tests.helpers.judged import judge
 SIZES: dict[str, int] = dict(layers=2, width=32, heads=2, vocab=64, length=32)
 """The sizes of decoders whose gradients in bfloat16 are judged."""
 NEAR = {"model": 1.12, "layers": 1.05}
-"""Errors of a Llama over those of torch.compile, which fuses the sums of a layer with the next layer's norm if it is
-given the whole model (1.06 to 1.11), and not if it is given each layer (1.01 to 1.04)."""
+"""Bounds on the error of a plan's gradients over that of torch.compile's, by the part that torch.compile is given.
+
+With the whole model it fuses the residual sum of a layer with the next layer's norm: the ratio of a Llama is 1.06 to
+1.12. With each layer alone it is 1.01 to 1.04."""
 
 
 @pytest.fixture(autouse=True)
@@ -208,7 +211,7 @@ def test_other_kernels_are_refused() -> None:
 
 
 def squared_errors(config: models.DecoderConfig, seed: int) -> list[float]:
-    """Return the squared errors of all gradients against float64: ours, and those of torch.compile as in `NEAR`."""
+    """Return relative squared errors of the gradients against float64: the plan's, then torch.compile's by `NEAR`."""
     job = models.job(config, global_batch=4, precision="bfloat16", seed=seed)
     options = piper.Options(kernels="inductor")
     compiled = piper.compile(job, piper.Strategy(piper.Mesh(pp=1), ()), options=options)
@@ -246,8 +249,8 @@ def squared_errors(config: models.DecoderConfig, seed: int) -> list[float]:
 def test_gradients_in_bfloat16_are_as_near_to_float64_as_those_of_torch_compile(
     config: models.DecoderConfig,
 ) -> None:
-    """Plain torch is 4 to 16 % further off. Between layers a plan rounds what a compiled model keeps in registers."""
+    """Plain torch is 4 to 16 % further off. A plan rounds the residual sum between layers, a compiled model does not."""
     of_seeds = [squared_errors(config, seed) for seed in range(3)]
-    ours, *torchs = (math.sqrt(sum(each)) for each in zip(*of_seeds, strict=True))
+    ours, *torchs = (math.sqrt(fmean(each)) for each in zip(*of_seeds, strict=True))
     for (compiles, near), error in zip(NEAR.items(), torchs, strict=True):
-        assert 0 < ours <= near * error < 0.02, compiles
+        assert 0 < ours <= near * error < 0.01, compiles

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 import piper
-from piper import Mesh, Strategy, models, recipes
+from piper import Mesh, Strategy, models, recipes, where
 from piper_ir.ground.errors import PiperWarning
 
 STACKS = ("h100x4@hopper-megatron", "b200x4@blackwell-megatron", "h100x4@hopper-nemo")
@@ -20,11 +20,11 @@ GPT = models.GPTConfig(layers=2, width=WIDTH, heads=32, vocab=64, length=LENGTH,
 
 
 def seconds(config: models.DecoderConfig, tp: int) -> list[float]:
-    """Return the step on each stack, of one row."""
+    """Return the step on each stack, in microbatches of one row."""
     precision = piper.Precision(params="float32", compute="bfloat16")
-    job = models.job(config, global_batch=1, precision=precision)
+    job = models.job(config, global_batch=4, precision=precision)
     shards = recipes.tensor_parallel() if tp > 1 else ()
-    strategy = Strategy(Mesh(tp=tp), shards)
+    strategy = Strategy(Mesh(tp=tp), (*shards, piper.split(where(), microbatches=4)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PiperWarning)
         plan = piper.compile(job, strategy).plan
