@@ -95,6 +95,26 @@ def updates_buffer(x: Tensor, w: Tensor, mean: Tensor) -> Tensor:
     return y
 
 
+def overwrites_buffer(x: Tensor, w: Tensor, counts: Tensor) -> Tensor:
+    y = (x @ w) + counts
+    counts.copy_((y.detach() > 0).sum(0))
+    return y + counts
+
+
+def overwrites_value(x: Tensor, w: Tensor) -> Tensor:
+    y = x @ w
+    old = y + 1
+    y.copy_(x * 3)
+    return y * old
+
+
+def overwrites_viewed(x: Tensor, w: Tensor) -> Tensor:
+    y = x @ w
+    row = y[0]
+    y.copy_(x * 3)
+    return y * row
+
+
 def aliased(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     h = x @ w
     return h, h.view(-1), h.t(), h[0], h
@@ -241,6 +261,14 @@ CASES = {
         (rand(4, 8), rand(8, 8), rand(8)),
         mutated=(2,),
     ),
+    "overwritten buffer": Case(
+        overwrites_buffer,
+        ("value", "param", "buffer"),
+        (rand(4, 8), rand(8, 8), rand(8)),
+        mutated=(2,),
+    ),
+    "overwritten value": Case(overwrites_value, ("value", "param"), (rand(4, 8), rand(8, 8))),
+    "overwritten viewed": Case(overwrites_viewed, ("value", "param"), (rand(4, 8), rand(8, 8))),
     "aliased outputs": Case(aliased, ("value", "param"), (rand(4, 8), rand(8, 8)), symbolic=True),
     "identity": Case(identity, ("value", "param"), (rand(4, 8), rand(4, 8)), symbolic=True),
     "embedding": Case(

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from packages.capture.tests.joint_cases import CASES
-from packages.capture.tests.joint_harness import check, compare, trace
+from packages.capture.tests.joint_harness import capture, check, compare, trace, trace_chunk
 from piper_capture.steps.codegen import StepCode
+from piper_capture.torch_api import _torch_joint
 from tests.helpers.cases import each_case
 
 torch.set_num_threads(1)
@@ -28,6 +29,26 @@ def test_meta_and_real_examples_give_the_same_chunk(name: str) -> None:
     assert {s: c.source for s, c in real.code.items()} == {
         s: c.source for s, c in meta.code.items()
     }
+
+
+@pytest.mark.parametrize(
+    "name, recorded",
+    [("overwritten buffer", True), ("overwritten viewed", False), ("buffer", False)],
+)
+def test_what_overwrites_a_whole_tensor_is_recorded(
+    name: str, recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AOTAutograd is asked where a view shows the old tensor, or an operation changes one in another way."""
+    asked: list[object] = []
+    functionalised = _torch_joint._functionalised
+    monkeypatch.setattr(
+        _torch_joint,
+        "_functionalised",
+        lambda module, args: asked.append(module) or functionalised(module, args),
+    )
+    case = CASES[name]
+    trace_chunk(capture(case), case.inputs(), [True])
+    assert bool(asked) is not recorded
 
 
 def test_a_wrong_gradient_is_noticed() -> None:

@@ -61,8 +61,11 @@ def export_joint(module: torch.nn.Module, args: Sequence[torch.Tensor]) -> RawJo
     """Return the functional graph of `module(*args)`, with its backward if an output requires grad.
 
     `module` returns a tuple of tensors that own their bytes, and are contiguous where they require grad. Most modules
-    change no tensor in place, and neither does their backward: their graph is recorded while they run once. AOTAutograd
-    makes the graph of another module functional; it runs the module twice and wraps each tensor twice more.
+    and their backwards change no tensor in place, or overwrite whole ones, as a router's counts are: their graph is
+    recorded while they run once. AOTAutograd makes the graph of another module functional; it runs the module twice and
+    wraps each tensor twice more.
+
+    The graph of a module that changes arguments may end at its outputs: it is exported again with copies of them.
     """
     with suppress(NotRecorded), _modes_kept():
         return _Recording().joint(module, args)
@@ -100,6 +103,8 @@ class _Recording(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there
         self._graph = fx.Graph()
         self._known: dict[int, tuple[torch.Tensor, fx.Node]] = {}
+        self._aliases: dict[int, set[int]] = {}
+        """The known tensors in each storage, all by their identities."""
 
     def joint(self, module: torch.nn.Module, args: Sequence[torch.Tensor]) -> RawJoint:
         """Run forward and backward, and return their graph."""
@@ -121,6 +126,11 @@ class _Recording(TorchDispatchMode):
                     outputs = module(*args)
                 for node in self._graph.nodes:
                     node.meta["partitioner_tag"] = "is_forward"
+                mutated = tuple(
+                    k for k, arg in enumerate(args) if self._argument(arg) is not primals[k]
+                )
+                if mutated:
+                    return RawJoint(self._graph, None, primals, {}, mutated)
                 tangents, gradients = self._backward(args, outputs)
         meanings = [*map(PlainAOTOutput, range(len(outputs))), *map(_gradient, gradients)]
         results = [*outputs, *gradients.values()]
@@ -162,6 +172,8 @@ class _Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
+        if func is torch.ops.aten.copy_.default:
+            return self._overwritten(*args)
         if not isinstance(func, OpOverload) or func._schema.is_mutable or _has_effect(func):
             raise NotRecorded
         if autograd_would_have_decomposed(func, (*args, *kwargs.values())):
@@ -180,6 +192,17 @@ class _Recording(TorchDispatchMode):
         self._note(node, result)
         return result
 
+    def _overwritten(self, target: torch.Tensor, source: torch.Tensor, *rest: Any) -> torch.Tensor:
+        """Record `target.copy_(source)` as a new value of `target`, which no other tensor may show."""
+        node = self._graph.call_function(
+            torch.ops.aten.copy.default, tuple(map(self._argument, (target, source)))
+        )
+        if len(self._aliases[target.untyped_storage()._cdata]) > 1:
+            raise NotRecorded
+        target.copy_(source, *rest)
+        self._note(node, target)
+        return target
+
     def _argument(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
@@ -194,6 +217,7 @@ class _Recording(TorchDispatchMode):
         if isinstance(value, FakeTensor):
             node.meta["val"] = _snapshot(value)
             self._known[id(value)] = value, node
+            self._aliases.setdefault(value.untyped_storage()._cdata, set()).add(id(value))
         elif isinstance(value, list | tuple):
             node.meta["val"] = type(value)(map(_snapshot, value))
             for k, item in enumerate(value):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 import torch
@@ -289,14 +289,14 @@ class LossTrial:
     def _random(self, node: fx.Node, generator: torch.Generator) -> Tensor:
         (tensor,) = tensors_of(node)
         shape = [int(_torch.size_at(s, ROWS)) for s in tensor.shape]
-        numbers = torch.rand(shape, generator=generator, dtype=torch.float64) * 0.9 + 0.05
         spread = self._filling.spread
         if tensor.is_floating_point():
-            if spread is not None:
-                numbers = torch.randn(shape, generator=generator, dtype=torch.float64) * spread
+            draw = torch.rand if spread is None else torch.randn
+            numbers = draw(shape, generator=generator, dtype=torch.float64)
+            numbers = numbers.mul_(0.9).add_(0.05) if spread is None else numbers.mul_(spread)
             return self._precise(numbers.to(tensor.dtype))
         if tensor.dtype == torch.bool:
-            return numbers > 0.5
+            return torch.rand(shape, generator=generator) > 0.5
         ones = torch.randint(self._filling.integers, shape, generator=generator)
         if (
             node in self._targets and self._filling.ignoring
@@ -316,7 +316,7 @@ class LossTrial:
     def _run(
         self, asked: Sequence[fx.Node], values: Mapping[fx.Node, Tensor], rows: int
     ) -> TrialResults:
-        leaves = {n: v.clone().requires_grad_(_trained(n)) for n, v in values.items()}
+        leaves = {n: v.detach().requires_grad_(_trained(n)) for n, v in values.items()}
         results = self._evaluated(asked, leaves, rows)
         trained = [v for v in leaves.values() if v.requires_grad]
         return TrialResults(
@@ -397,6 +397,7 @@ def _trained(node: fx.Node) -> bool:
 
 def _near(a: Tensor, b: Tensor, close: float) -> bool:
     """Return whether two tensors differ by no more than rounding; numbers that are not finite say nothing."""
-    if not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
+    difference, norm = float((a.double() - b.double()).norm()), float(b.double().norm())
+    if not isfinite(difference + norm):  # as soon as one number of either is not
         raise ValueError("not finite")
-    return float((a.double() - b.double()).norm()) <= close * (float(b.double().norm()) + 1e-6)
+    return difference <= close * (norm + 1e-6)
