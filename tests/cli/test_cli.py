@@ -115,8 +115,12 @@ def test_an_interrupted_run_keeps_its_weights(
     started.send_signal(asked)
     out, errors = started.communicate(timeout=60)
     assert started.returncode == code and errors.endswith(said), errors
-    weights = tmp_path / "runs" / "recipe-001" / "weights.pt"
+    folder = tmp_path / "runs" / "recipe-001"
+    weights = folder / "weights.pt"
     assert f"weights are in {weights}" in out and torch.load(weights, weights_only=True)
+    assert f"results are in {folder}; `piper report` shows them" in out
+    measured = json.loads((folder / "measured.json").read_text())
+    assert len(measured["step_s"]) >= 3 and measured["steps_asked"] == 1000000
 
 
 def test_weights_that_find_no_room_are_a_warning_and_leave_no_half(

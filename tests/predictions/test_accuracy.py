@@ -169,6 +169,10 @@ def test_our_own_runs_are_as_they_were_measured_and_as_predicted() -> None:
         ({"gpus": "8"}, "dp x cp x tp x pp is 4"),
         ({"hw": "tpu-v5"}, "no device 'tpu-v5'"),
         ({"experts": "8", "top_k": "2", "ep": "4"}, "ep = 4 does not divide dp = 2"),
+        (
+            {"pp": "4", "vpp": "2", "gpus": "16", "schedule": "interleaved", "layers": "4"},
+            "pp x vpp is 8 stages, and 4 layers make at most 6",
+        ),
     ],
 )
 def test_a_row_that_cannot_be_said_is_refused_with_the_reason(

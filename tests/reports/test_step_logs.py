@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import piper
 from piper.api.reference.reference import reference
 from piper_ir.ground.errors import JobError, PiperWarning
-from piper_report import load
+from piper_report import load, write_report
 from piper_report.figures.training_figures import gradient_figure
 from piper_report.tables.tables import step_sheet
 from tests.helpers.cases import each_case
@@ -35,6 +36,21 @@ def trained(folder: Path, **options: Any) -> list[dict[str, Any]]:
     of = job(by_hand, scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5), **options)
     piper.execute(compiled(of), steps=2, launcher="inline", memory=False, folder=str(folder))
     return lines(folder)
+
+
+def test_an_interrupted_run_is_measured_and_its_report_says_so(tmp_path: Path) -> None:
+    of = job(by_hand)
+    with pytest.raises(KeyboardInterrupt):
+        piper.execute(
+            compiled(of),
+            steps=1000,
+            launcher="inline",
+            folder=str(tmp_path),
+            on_step=lambda r: signal.raise_signal(signal.SIGINT) if r.step == 2 else None,
+        )
+    measured = load(tmp_path).measured
+    assert measured is not None and (len(measured.step_s), measured.steps_asked) == (3, 1000)
+    assert "3 steps of 1,000, then interrupted" in write_report(tmp_path).html.read_text()
 
 
 def norms() -> list[float]:

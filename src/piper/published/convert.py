@@ -226,6 +226,14 @@ def _microbatches(published: PublishedRow) -> int:
             f"{published.case}: ep = {published.ep} does not divide dp = {published.dp}; experts are shared by a part of "
             f"the replicas"
         )
+    looped = published.schedule == "interleaved"
+    stages = published.pp * (published.vpp or 1) if looped else published.pp
+    most = published.layers + 2 * looped  # the embedding and the head may be stages of their own
+    if stages > most:
+        raise JobError(
+            f"{published.case}: {'pp x vpp' if looped else 'pp'} is {stages} stages, and {published.layers} layers make "
+            f"at most {most}"
+        )
     return published.global_batch // per_step
 
 

@@ -218,12 +218,13 @@ def _microbatches(compiled: Compiled) -> str:
 
 
 def _executed(compiled: Compiled, job: Job, options: RunOptions, records: Records) -> Run:
-    """Execute, and keep the weights of a run that was interrupted and ended with a whole step."""
+    """Execute; keep the weights of a run that was interrupted and ended with a whole step, and say where it is."""
     try:
         return execute_with(compiled, job, options, records)
     except Interrupted as e:
         if records.folder is not None:
             _keep_weights(Path(records.folder), e.run)
+            print(f"results are in {records.folder}; `piper report` shows them")
         raise
 
 

@@ -10,7 +10,8 @@ A folder holds the files of its command; `piper report` shows them.
 - origin.json: machine, versions, commit, seed, time and command.
 - answer.json: the ranked strategies of `piper plan`.
 - why.json: the tables and numbers of `piper simulate --why`, also for the prediction of a run.
-- measured.json: losses, step_s, batch_s, period_s, tokens_per_s, peak_bytes by rank.
+- measured.json: losses, step_s, batch_s, period_s, tokens_per_s, peak_bytes by rank; of an interrupted run
+  steps_asked, which it was to take.
 - spans-predicted.json, spans-measured.json: a `piper_ir.ground.trace.Trace`.
 - trace-predicted.json, trace-measured.json: the same for Chrome's viewer.
 - weights.pt: the model's state_dict after the last step of `piper run`.
@@ -207,10 +208,10 @@ def save_snapshots(folder: Path, plan: Plan, prediction: Simulation) -> str:
     return f"memory of {ranks}{more} is in {folder}: drop a file onto pytorch.org/memory_viz"
 
 
-def save_run(folder: Path, run: Run, plan: Plan) -> None:
+def save_run(folder: Path, run: Run, plan: Plan, asked: int | None = None) -> None:
     """Write measured.json, and the two files of spans when spans were recorded.
 
-    Raises OutputError when a file cannot be written.
+    `asked` are the steps that an interrupted run was to take. Raises OutputError when a file cannot be written.
     """
     from piper_ir.ground.codec import dumps
     from piper_report import write_chrome
@@ -229,6 +230,7 @@ def save_run(folder: Path, run: Run, plan: Plan) -> None:
             **times,
             "peak_bytes": dict(run.peak_bytes),
             **failures(run),
+            **({} if asked is None else {"steps_asked": asked}),
         }
         write_whole(folder / "measured.json", json.dumps(numbers, indent=1))
         if run.trace.spans:

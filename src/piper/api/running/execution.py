@@ -25,6 +25,7 @@ from piper_ir.ground.errors import JobError, OutputError, PiperWarning, PlanErro
 from piper_ir.ground.keywords import check_keywords, checked_call
 from piper_runtime.launch import (
     FurtherOptions,
+    Interrupted,
     RunOptions,
     check_request,
     is_first,
@@ -32,6 +33,7 @@ from piper_runtime.launch import (
 )
 
 if TYPE_CHECKING:
+    from piper_ir.plan.plan import Plan
     from piper_ir.program.costs import Costs
     from piper_runtime import Checkpoints, Job, Run
     from piper_runtime.launch import Launcher, StepRecord
@@ -290,15 +292,24 @@ def execute_with(compiled: Compiled, job: Job, options: RunOptions, records: Rec
             trainable=compiled.trainable,
             evaluation=evaluation,
         )
-        result = run_plan(compiled.plan, exported(compiled), job, options)
-    if folder is not None:
         try:
-            save_run(folder, result, compiled.plan)
-        except OutputError as e:  # what was trained is worth more than its report
-            warnings.warn(
-                f"{e}. The run is complete, but its report is not", PiperWarning, stacklevel=2
-            )
+            result = run_plan(compiled.plan, exported(compiled), job, options)
+        except Interrupted as e:
+            _save(folder, e.run, compiled.plan, asked=options.steps)
+            raise
+    _save(folder, result, compiled.plan)
     return result
+
+
+def _save(folder: Path | None, run: Run, plan: Plan, asked: int | None = None) -> None:
+    """Write a run's results, if there is a folder, or warn: a training is worth more than its report."""
+    if folder is None:
+        return
+    try:
+        save_run(folder, run, plan, asked)
+    except OutputError as e:
+        done = "complete" if asked is None else "interrupted"
+        warnings.warn(f"{e}. The run is {done}, but its report is not", PiperWarning, stacklevel=3)
 
 
 def evaluation_for(compiled: Compiled, job: Job) -> Evaluation | None:

@@ -168,6 +168,7 @@ class Measured:
         period_s: the median seconds per step in steady state; None for short runs.
         tokens_per_s: tokens per second in steady state.
         restarts: the failures after which the run went on.
+        steps_asked: the steps that an interrupted run was to take; None for a complete one.
     """
 
     losses: tuple[float, ...]
@@ -176,6 +177,7 @@ class Measured:
     tokens_per_s: float | None = None
     peak_bytes: Mapping[str, int] = field(default_factory=dict)
     restarts: tuple[SavedRestart, ...] = ()
+    steps_asked: int | None = None
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,9 @@ def facts_of(results: Results) -> list[tuple[str, str]]:
     if results.predicted_trace is not None and "cluster" in results.predicted_trace.notes:
         facts.append(("predicted for", results.predicted_trace.notes["cluster"]))
     if results.measured is not None:
-        facts.append(("measured", f"{len(results.measured.step_s)} steps"))
+        done, asked = len(results.measured.step_s), results.measured.steps_asked
+        of = "" if asked is None else f" of {asked:,}, then interrupted"
+        facts.append(("measured", f"{done:,} steps{of}"))
     facts += _origin(results)
     if study is not None:
         limit = limit_text(study.memory_limit, study.device_limits) or "none"
