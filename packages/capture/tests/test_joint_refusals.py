@@ -114,6 +114,29 @@ def test_a_mask_of_the_wrong_length_is_refused() -> None:
         trace_chunk(capture(case), case.inputs(), [True, False])
 
 
+class Notes(torch.autograd.Function):
+    """Writes its gradient to a buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, noted: Tensor) -> Tensor:
+        ctx.noted = noted
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        ctx.noted.copy_(grads[0])
+        return grads[0] * 2, None
+
+
+def test_a_backward_that_overwrites_a_buffer_is_refused() -> None:
+    module = fx.symbolic_trace(lambda x, noted: x + noted)
+    add = module.graph.output_node().all_input_nodes[0]
+    add.target = Notes.apply
+    inputs = [JointInput("value", rand(4), True), JointInput("buffer", rand(4), False)]
+    with pytest.raises(CaptureError, match="copy_.default changes a tensor in place"):
+        trace_chunk(module, inputs, [True])
+
+
 def test_a_changed_value_needs_an_entry_in_the_mask() -> None:
     case = Case(lambda x: x.mul_(2) + 1, ("value",), (rand(4),))
     with pytest.raises(

@@ -193,12 +193,15 @@ class _Recording(TorchDispatchMode):
         return result
 
     def _overwritten(self, target: torch.Tensor, source: torch.Tensor, *rest: Any) -> torch.Tensor:
-        """Record `target.copy_(source)` as a new value of `target`, which no other tensor may show."""
-        node = self._graph.call_function(
-            torch.ops.aten.copy.default, tuple(map(self._argument, (target, source)))
-        )
-        if len(self._aliases[target.untyped_storage()._cdata]) > 1:
+        """Record `target.copy_(source)` as a new value of `target`, which no other tensor may show.
+
+        A backward that changes a tensor of the forward is not recorded: the new value may be an output.
+        """
+        old, new = map(self._argument, (target, source))
+        shown = len(self._aliases[target.untyped_storage()._cdata]) > 1
+        if shown or recorded_in(old) == "forward":  # known as such in the backward
             raise NotRecorded
+        node = self._graph.call_function(torch.ops.aten.copy.default, (old, new))
         target.copy_(source, *rest)
         self._note(node, target)
         return target
