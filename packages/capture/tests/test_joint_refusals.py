@@ -133,7 +133,7 @@ def test_a_backward_that_overwrites_a_buffer_is_refused() -> None:
     add = module.graph.output_node().all_input_nodes[0]
     add.target = Notes.apply
     inputs = [JointInput("value", rand(4), True), JointInput("buffer", rand(4), False)]
-    with pytest.raises(CaptureError, match="copy_.default changes a tensor in place"):
+    with pytest.raises(CaptureError, match=r"copy_\.default changes a tensor in place"):
         trace_chunk(module, inputs, [True])
 
 
