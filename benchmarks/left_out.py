@@ -12,27 +12,18 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 
-from piper.published.run_cluster import cluster_of
+from piper.published.run_cluster import cluster_of, with_constants_of_others
 from piper.published.scoring import HEADLINE, Scores, by_model, predict, scores
 from piper.published.table import PublishedRow, read_rows
-from piper_simulator import SOFTWARE, Stack, stacks_of
+from piper_simulator import Stack
 
 
 def without_own(stack: Stack, device: str) -> Stack:
     """Return a stack whose fitted constants come from others of a device, or are its priors."""
-    others = [SOFTWARE[name] for name in stacks_of(device) if name != stack.name]
-    constants = {}
-    for name, constant in stack.constants.items():
-        found = [s.constants[name] for s in others if name in s.constants]
-        # a stack that is based on this one has this constant itself, and two of one base have one constant
-        values = {c.source: c.value for c in found if c.fitted and c != constant}
-        value = fmean(values.values()) if values else constant.prior
-        constants[name] = replace(constant, value=value) if constant.fitted else constant
-    return replace(stack, constants=constants)
+    fitted = [name for name, constant in stack.constants.items() if constant.fitted]
+    return with_constants_of_others(stack, device, fitted)
 
 
 def scored(rows: Sequence[PublishedRow], *, left_out: bool) -> Scores:

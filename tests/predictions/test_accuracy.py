@@ -327,9 +327,48 @@ def test_tables_as_spreadsheets_write_them(tmp_path: Path) -> None:
     assert [row.note for row in rows][1:] == [other["note"]] and not rows[1].says("CUDA graphs")
     assert rows[1].says("two") and read_rows(file, "b[1]") == rows[1:]
     assert len(by_model(rows)) == 2 and predict(rows[1]).refused
-    file.write_text(file.read_text(encoding="utf-8") + "x," * 60, encoding="utf-8")
-    with pytest.raises(JobError, match=r"line 5: more cells than the \d+ columns"):
-        read_rows(file)
+    file.write_text(file.read_text(encoding="utf-8") + ",,\n" + "x," * 60, encoding="utf-8")
+    long = read_rows(file)[2:]
+    assert [row.unread for row in long] == ["line 6: more cells than the 25 columns of the table"]
+
+
+def test_a_row_with_a_cell_that_cannot_be_read_is_refused_alone(tmp_path: Path) -> None:
+    file = tmp_path / "runs.csv"
+    written = {**TINY, "arch": "LLaMA", "dtype": "BF16", "zero": "1.0", "layers": "2.0"}
+    wrong = {**TINY, "case": "wrong", "dtype": "fp8"}
+    write_rows(file, [TINY, {**written, "case": "b"}, wrong])
+    same, as_written, bad = read_rows(file)
+    assert replace(as_written, case="a") == same
+    assert predict(bad).refused == "line 4: dtype is 'fp8'; accepted are bf16, fp16"
+    assert predict(bad).columns()["dtype"] == "fp8"
+    with pytest.raises(JobError, match="line 4: dtype is 'fp8'"):
+        read_rows(file, "wrong")
+
+
+def test_readings_that_no_device_holds_are_left_out_and_what_was_filled_in_is_said() -> None:
+    open_ = {**TINY, "micro_batch": "", "vocab": "", "vpp": "2", "seq": "16384", "layers": "8"}
+    found = predict(read_row({**open_, "global_batch": "64", "tp": "1", "gpus": "2"}))
+    assert len(found.seconds) in range(1, 6) and found.peak_gib < 180
+    assert found.notes[:2] == (
+        "vocab is open, and taken as 32,000",
+        "vpp belongs to interleaved schedules, and is not used",
+    )
+
+
+def test_a_device_without_the_stack_of_a_row_takes_its_facts_and_own_constants() -> None:
+    on = "hopper-torch on b200-sxm"
+    one = read_row({**TINY, "source": "torchtitan", "tp": "1", "gpus": "2"})
+    device = cluster_of(one).device
+    assert device.stack is not None and (device.stack.name, device.stack.seen) == (on, 0)
+    assert device.stack.shards == STACKS["hopper-torch"].shards == "cast"
+    values = [STACKS[f"blackwell-{s}"].number["matmul"] for s in ("megatron", "nemo")]
+    assert device.stack.number["matmul"] == pytest.approx(sum(values) / 2)
+    assert device.stack.number["launch_s"] == STACKS["hopper-torch"].number["launch_s"]
+    assert cluster_of(replace(one, stack=on)) == cluster_of(one)
+    assert (
+        stack_for(replace(one, note="no torchtitan", source=""), "h200-141g-sxm") == "hopper-torch"
+    )
+    assert stack_for(replace(one, note="FSDP, no Megatron"), "h200-141g-sxm") == "hopper-torch"
 
 
 @each_case(
@@ -393,6 +432,29 @@ matmul = { value = 0.4123456789, low = 0.4123456789, high = 0.8, prior = 0.6, so
 [passes]
 clone = 3
 """
+
+
+def test_a_fit_takes_measured_rows_of_its_device_and_says_which_it_left_out(tmp_path: Path) -> None:
+    table, file = tmp_path / "runs.csv", tmp_path / "own.toml"
+    rows = [{**TINY, "case": f"r{k}", "layers": str(2 + k % 2)} for k in range(5)]
+    rows += [{**TINY, "case": "far", "block": "outlier"}, {**TINY, "case": "wish", "step_s": ""}]
+    rows += [{**TINY, "case": "wrong", "dtype": "fp8"}, {**TINY, "case": "odd", "heads": "7"}]
+    write_rows(table, rows)
+    options = ["--fit", str(file), "--free", "matmul"]
+    done = CliRunner().invoke(app, ["accuracy", str(table), *options])
+    assert done.exit_code == 0 and "5 runs: mean error" in done.stdout, done.output
+    for said in ('1 row (far): block is "outlier"', "1 row (wish): step_s is empty"):
+        assert f"left out: {said}" in done.stdout
+    assert "1 row (wrong): line 9: dtype" in done.stdout and "1 row (odd): tp = 2" in done.stdout
+    again = ["--stack", str(file), "--fit", str(file), "--free", "memory"]
+    assert CliRunner().invoke(app, ["accuracy", str(table), *again]).exit_code == 0
+    fitted = {n for n, c in read_software(file, STACKS).constants.items() if c.fitted}
+    assert {"matmul", "memory"} <= fitted
+    write_stack(file, STACKS["hopper-torch"], "hopper-torch")
+    assert not any(c.fitted for c in read_software(file, STACKS).constants.values())
+    write_rows(table, [*rows, {**TINY, "case": "a100", "hw": "a100-80g-sxm"}])
+    wrong = CliRunner().invoke(app, ["accuracy", str(table), *options, "--stack", "blackwell-nemo"])
+    assert wrong.exit_code == 2 and "a100 is of a100-80g-sxm, and blackwell-nemo of" in wrong.stderr
 
 
 def test_a_constant_that_may_be_0_is_fitted_within_a_narrow_range() -> None:

@@ -178,6 +178,20 @@ def readings(published: PublishedRow) -> Iterator[PublishedRow]:
             )
 
 
+def filled(published: PublishedRow) -> tuple[str, ...]:
+    """Return notes on open fields that have one value, since no range would be plausible, and on those without use."""
+    said = []
+    if published.vocab is None:
+        said.append(f"vocab is open, and taken as {VOCAB:,}")
+    if published.ffn is None and published.arch == "llama" and published.expert_ffn is None:
+        said.append("ffn is open, and taken as 4 x hidden")
+    if published.kv_heads is None and published.arch == "llama":
+        said.append("kv_heads is open: as many as heads")
+    if (published.vpp or 1) > 1 and published.schedule != "interleaved":
+        said.append("vpp belongs to interleaved schedules, and is not used")
+    return tuple(said)
+
+
 def _clips(published: PublishedRow) -> bool:
     """Return whether gradients are scaled by the norm of all: Megatron's default, and in nanotron's configurations."""
     by_default = is_megatron(published) or is_nanotron(published)
@@ -226,7 +240,16 @@ def _microbatches(published: PublishedRow) -> int:
             f"{published.case}: ep = {published.ep} does not divide dp = {published.dp}; experts are shared by a part of "
             f"the replicas"
         )
-    looped = published.schedule == "interleaved"
+    if published.ep > 1 and published.experts is None:
+        raise JobError(
+            f"{published.case}: ep = {published.ep}, and the row has no experts: give experts and top_k"
+        )
+    if published.experts is not None and published.dense_layers >= published.layers:
+        raise JobError(
+            f"{published.case}: dense_layers = {published.dense_layers} leaves none of {published.layers} layers with "
+            f"experts"
+        )
+    looped = _is_looped(published)
     stages = published.pp * (published.vpp or 1) if looped else published.pp
     most = published.layers + 2 * looped  # the embedding and the head may be stages of their own
     if stages > most:
@@ -281,14 +304,14 @@ def _schedule(published: PublishedRow, microbatches: int, times: Any) -> tuple[D
     if published.schedule == "none" or pp == 1:
         return (split(where(), microbatches=microbatches),)
     stages = pp * vpp
-    if published.schedule == "interleaved":
+    if _is_looped(published):
         found = recipes.interleaved(pp=pp, microbatches=microbatches, chunks=vpp)
         if stages <= published.layers:
             return found
         whole = partition(stages=stages, units="all")
         return tuple(whole if isinstance(d, Partition) else d for d in found)
     at = _boundaries(published)
-    if published.schedule == "1f1b":
+    if published.schedule in ("1f1b", "interleaved"):
         found = recipes.one_f_one_b(pp=pp, microbatches=microbatches, at=at)
         if at == "even" or published.layers not in at:
             return found
@@ -304,6 +327,11 @@ def _schedule(published: PublishedRow, microbatches: int, times: Any) -> tuple[D
         pp if published.schedule == "zb1p" else 2 * pp,
     )
     return recipes.scheduled(orders, microbatches=microbatches, at=at)
+
+
+def _is_looped(published: PublishedRow) -> bool:
+    """Return whether a pipeline rank has several chunks; interleaving of one is 1F1B."""
+    return published.pp > 1 and published.schedule == "interleaved" and (published.vpp or 1) > 1
 
 
 def _boundaries(published: PublishedRow) -> Any:

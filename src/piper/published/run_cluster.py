@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 from piper.published.table import PublishedRow
 from piper_ir.ground.errors import ClusterError, JobError
 from piper_simulator import (
     ALIASES,
     DEVICES,
+    GENERATIONS,
     STACKS,
     Cluster,
     Stack,
@@ -51,7 +54,7 @@ def cluster_of(published: PublishedRow, stack: Stack | str | None = None) -> Clu
         each = USABLE * node_rate / per_node
         cluster = cluster.each_links(lambda links: replace(links, inter_bandwidth=each))
     if stack is None:
-        stack = published.stack or stack_for(published, device)
+        stack = published.stack or stack_for(published, device) or borrowed_for(published, device)
     if stack:
         cluster = with_stack(cluster, stack if isinstance(stack, Stack) else stack_named(stack))
     if published.says("CUDA graphs"):
@@ -65,6 +68,7 @@ def cluster_of(published: PublishedRow, stack: Stack | str | None = None) -> Clu
 
 def _device(hw: str) -> str:
     """Return the device of a name, or of the longest alias that it begins with; "" if there is none."""
+    hw = hw.lower()
     if hw in DEVICES:
         return hw
     begins = [alias for alias in ALIASES if hw == alias or hw.startswith(f"{alias}-")]
@@ -81,10 +85,57 @@ def stack_for(published: PublishedRow, device: str) -> str:
     return fitting[0] if fitting else ""
 
 
+def borrowed_for(published: PublishedRow, device: str) -> str:
+    """Return the name of a stack that a device lacks, made of another generation's (`borrowed`); "" if there is none.
+
+    Its facts come from the stack that `stack_for` finds on the nearest generation.
+    """
+
+    def distance(other: str) -> int:
+        generation = DEVICES[other].device.generation
+        return abs(GENERATIONS.index(generation) - own) if generation in GENERATIONS else 9
+
+    if not stacks_of(device):
+        return ""
+    own = GENERATIONS.index(DEVICES[device].device.generation)
+    names = (stack_for(published, other) for other in sorted(DEVICES, key=distance))
+    return next((f"{name}{ON}{device}" for name in names if name), "")
+
+
+ON = " on "
+"""The word between a stack and a device that it is borrowed for, in the name of such a stack."""
+OF_DEVICES = ("matmul", "memory", "attention_forward", "attention_backward", "intra", "inter")
+"""The constants that software of one device has more in common than one software on two devices."""
+
+
+def borrowed(stack: Stack, device: str) -> Stack:
+    """Return the facts of a stack with the constants that a device's stacks have, and an interval of unknown width."""
+    found = with_constants_of_others(stack, device, OF_DEVICES)
+    messages = next((m for name in stacks_of(device) if (m := STACKS[name].messages)), "")
+    name = f"{stack.name}{ON}{device}"
+    return replace(found, name=name, devices=(device,), messages=messages, words=(), seen=0.0)
+
+
+def with_constants_of_others(stack: Stack, device: str, names: Collection[str]) -> Stack:
+    """Return a stack with some constants as the mean of the other stacks of a device that fitted them, or as priors."""
+    others = [STACKS[name] for name in stacks_of(device) if name != stack.name]
+    constants = dict(stack.constants)
+    for name in set(names).intersection(constants):
+        own = constants[name]
+        found = [s.constants[name] for s in others if name in s.constants]
+        # a stack that is based on this one has this constant itself, and two of one base have one constant
+        values = {c.source: c.value for c in found if c.fitted and c != own}
+        constants[name] = replace(own, value=fmean(values.values()) if values else own.prior)
+    return replace(stack, constants=constants)
+
+
 def stack_named(name: str) -> Stack:
     """Return a stack by name, or from a file that ends in .toml; raise ClusterError if there is none."""
     if name.endswith(".toml"):
         return read_software(Path(name), STACKS)
+    facts, on, device = name.partition(ON)
+    if on and facts in STACKS and device in DEVICES:
+        return borrowed(STACKS[facts], device)
     if name not in STACKS:
         raise ClusterError(
             f"no stack {name!r}; known are {', '.join(STACKS)}, and files that end in .toml"

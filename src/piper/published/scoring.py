@@ -124,39 +124,48 @@ def predict(
         stack: A software stack, or its name, in place of the row's own.
         memory: Whether memory is predicted, too, which takes longer.
     """
-    from piper.published.convert import readings  # they need torch, and scores do not
+    from piper.published.convert import filled, readings  # they need torch, and scores do not
     from piper.published.plans import plan_of
 
-    seconds, lows, highs, peaks, reserved = [], [], [], [0.0], [0.0]
+    if published.unread:
+        return RunPrediction(published, refused=published.unread)
+    found: list[_Reading] = []
     name = ""
     notes: tuple[str, ...] = ()
     try:
         for reading in readings(published):
             run, plan = plan_of(reading, stack)
             cluster = run.cluster
-            seconds.append(period(plan, cluster))
-            interval = step_interval(seconds[-1], cluster)
-            lows.append(interval.low)
-            highs.append(interval.high)
-            if memory:
-                held, taken = held_and_reserved(plan, cluster)
-                peaks.append(held / published.peak_unit)
-                reserved.append(taken / published.peak_unit)
+            held, taken = held_and_reserved(plan, cluster) if memory else (0.0, 0.0)
+            fits = held <= cluster.device.memory_bytes
+            found.append(_Reading(period(plan, cluster), held, taken, fits))
             name = "" if cluster.device.stack is None else cluster.device.stack.name
             notes = run.notes
     except PiperError as error:
         reason = str(error).removeprefix(f"{published.case}: ")  # tables name the case themselves
         return RunPrediction(published, refused=reason)
+    possible = [one for one in found if one.fits] or found  # a run that was measured did fit
+    intervals = [step_interval(one.step_s, cluster) for one in possible]
     return RunPrediction(
         published,
-        tuple(seconds),
-        min(lows),
-        max(highs),
-        max(peaks),
-        max(reserved),
+        tuple(one.step_s for one in possible),
+        min(i.low for i in intervals),
+        max(i.high for i in intervals),
+        max(one.held for one in possible) / published.peak_unit,
+        max(one.reserved for one in possible) / published.peak_unit,
         name,
-        notes=notes,
+        notes=(*filled(published), *notes),
     )
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """Hold the prediction of a reading: seconds, bytes allocated and reserved, and whether the device has as many."""
+
+    step_s: float
+    held: float
+    reserved: float
+    fits: bool
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ def write_stack(path: Path, stack: Stack, base: str) -> None:
         if not one.fitted:
             del entry["fitted"]
         if name in constants:
+            constants[name].pop("fitted", None)
             for key, new in entry.items():
                 constants[name][key] = new
         else:

@@ -7,7 +7,6 @@ again.
 from __future__ import annotations
 
 import csv
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from piper_ir.ground.errors import JobError
-from piper_ir.tools import unread
+from piper_ir.tools import says, unread
 
 Arch = Literal["gpt", "llama"]
 ScheduleWord = Literal["none", "1f1b", "interleaved", "zb1p", "zb2p"]
@@ -102,6 +101,7 @@ class PublishedRow:
         capacity: places of an expert over the tokens that it would get if all got equally many; None is dropless.
         ep: devices that share the experts, a part of the dp replicas.
         stack: name of the software stack, from a column of that name; "" leaves the choice to Piper.
+        unread: why a cell cannot be read; all values but case, source and block are then without meaning.
         fields: the row as it stands in the file.
     """
 
@@ -143,6 +143,7 @@ class PublishedRow:
     capacity: float | None = None
     ep: int = 1
     stack: str = ""
+    unread: str = ""
     fields: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -157,10 +158,7 @@ class PublishedRow:
 
     def says(self, words: str) -> bool:
         """Return whether the note has some words, without a "no", "not" or "without" before them."""
-        return (
-            re.search(rf"(?<!\bno )(?<!\bnot )(?<!\bwithout ){re.escape(words)}", self.note)
-            is not None
-        )
+        return says(self.note, words)
 
     @property
     def publisher(self) -> str:
@@ -169,9 +167,9 @@ class PublishedRow:
 
 
 def read_rows(path: Path, only: str = "*") -> list[PublishedRow]:
-    """Return the rows of a table whose case fits the pattern `only`.
+    """Return the rows of a table whose case fits the pattern `only`; of one with a cell that cannot be read, why.
 
-    Raises JobError with file, line and column for a field that cannot be read, and if no row fits.
+    Raises JobError if the table has no such columns, if no row fits, and if none of these can be read.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines(keepends=True)
@@ -198,10 +196,15 @@ def read_rows(path: Path, only: str = "*") -> list[PublishedRow]:
         raise JobError(f"{path}: two columns are called {twice[0]!r}; leave one out")
     rows = []
     for fields in reader:
-        where = f"{path}, line {numbered[reader.line_num - 1][0]}"
-        if None in fields:
-            raise JobError(f"{where}: more cells than the {len(columns)} columns of the table")
-        rows.append(read_row(fields, where))
+        if not any(fields.values()):
+            continue
+        where = f"line {numbered[reader.line_num - 1][0]}"
+        try:
+            if None in fields:
+                raise JobError(f"{where}: more cells than the {len(columns)} columns of the table")
+            rows.append(read_row(fields, where))
+        except JobError as error:
+            rows.append(_unread_row(fields, str(error)))
     names = [row.case for row in rows]
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise JobError(f"{path}: two rows have the case {twice[0]!r}; give each a name of its own")
@@ -211,13 +214,28 @@ def read_rows(path: Path, only: str = "*") -> list[PublishedRow]:
     if not chosen:
         first = f"the first are {', '.join(names[:3])}" if names else "the table has no rows"
         raise JobError(f"{path}: no case fits {only!r}; {first}")
+    if all(row.unread for row in chosen):
+        raise JobError(f"{path}, {chosen[0].unread}")
     return chosen
+
+
+def _unread_row(fields: Mapping[Any, Any], reason: str) -> PublishedRow:
+    """Return a row with its names alone."""
+    texts = {k: (v or "").strip() for k, v in fields.items() if k is not None}
+    names = ("case", "source", "block", "note")
+    values: dict[str, Any] = {k: texts.get(k) or _DEFAULTS.get(k, "") for k in names}
+    values |= dict.fromkeys(_COUNTS, 1) | dict.fromkeys((*_OPEN, *_SECONDS))
+    values |= {"arch": "llama", "hw": "", "tied": False, "zero": 0, "schedule": "none"}
+    values |= {"recompute": "none", "seq_parallel": False, "dtype": "bf16"}
+    return PublishedRow(**values, unread=reason, fields=texts)
 
 
 def read_row(fields: Mapping[str, str | None], where: str = "row") -> PublishedRow:
     """Return a row from its fields as text; raise JobError with `where` and the column."""
     texts = {k: (v or "").strip() for k, v in fields.items() if k is not None}
     said = {k: texts.get(k) or _DEFAULTS.get(k, "") for k in COLUMNS}
+    said |= {name: said[name].lower() for name in _WORDS}
+    said["zero"] = said["zero"].removesuffix(".0")
     for name, words in _WORDS.items():
         if said[name] not in words:
             raise JobError(f"{where}: {name} is {said[name]!r}; accepted are {', '.join(words)}")
@@ -241,6 +259,7 @@ def read_row(fields: Mapping[str, str | None], where: str = "row") -> PublishedR
 def _count(text: str, where: str, *, open_: bool, least: int = 1) -> int | None:
     if not text and open_:
         return None
+    text = text.removesuffix(".0")  # as a column of integers with empty cells is written by pandas
     if not text.isdecimal() or int(text) < least:
         raise JobError(f"{where} is {text!r}; an integer of at least {least} is needed")
     return int(text)

@@ -106,8 +106,8 @@ def why_table(
     return Table(title, ("", "time", "share"), tuple(rows), notes)
 
 
-def fit_table(found: Fit, file: str) -> Table:
-    """Return a table of the constants of a fitted stack."""
+def fit_table(found: Fit, file: str, left_out: Sequence[str]) -> Table:
+    """Return a table of the constants of a fitted stack, with notes on the runs that were left out."""
     rows = tuple(
         (
             name,
@@ -120,6 +120,7 @@ def fit_table(found: Fit, file: str) -> Table:
     )
     notes = (
         f"{count_text(len(found.rows), 'run')}: mean error {percent(found.before)} before, {percent(found.after)} after",
+        *left_out,
         f"written: {file}",
     )
     return Table(

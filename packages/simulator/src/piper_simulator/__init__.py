@@ -13,6 +13,7 @@ from piper_simulator.cluster.named import ALIASES, DEVICES, cpu_local, load_clus
 from piper_simulator.cluster.network import Links, Network, SlowLink
 from piper_simulator.cluster.software import with_stack
 from piper_simulator.cluster.stacks import (
+    GENERATIONS,
     SOFTWARE,
     STACKS,
     Stack,
@@ -88,6 +89,7 @@ __all__ = [
     "NodeKind",
     "PathPiece",
     "SHOWN",
+    "GENERATIONS",
     "STACKS",
     "Simulation",
     "SlowLink",

@@ -15,8 +15,8 @@ from piper.cli.pipes import show_json
 from piper.published.convert import readings
 from piper.published.fitting import fit
 from piper.published.plans import plan_of
-from piper.published.run_cluster import cluster_of, stack_named
-from piper.published.scoring import RunPrediction, Scores, by_model, predict, scores
+from piper.published.run_cluster import ON, cluster_of, stack_named
+from piper.published.scoring import HEADLINE, RunPrediction, Scores, by_model, predict, scores
 from piper.published.sensitivity import sensitivities
 from piper.published.stack_file import check_target, write_stack
 from piper.published.table import PublishedRow, read_rows, write_rows
@@ -24,7 +24,7 @@ from piper.views.accuracy_tables import fit_table, prediction_table, score_table
 from piper.views.display import show
 from piper_ir.ground.errors import JobError
 from piper_ir.tools import check_writable, count_text, working
-from piper_simulator import Device, Stack, holds_for, step_parts
+from piper_simulator import Device, Stack, holds_for, stacks_of, step_parts
 
 
 def accuracy(arguments: AccuracyArguments) -> int:
@@ -97,7 +97,35 @@ def _check_together(a: AccuracyArguments) -> None:
 def _warnings(predictions: Sequence[RunPrediction], stack: Stack | None) -> list[str]:
     """Return warnings about rows that were predicted; `stack` is that of --stack."""
     known = [(p, cluster_of(p.row, stack).device) for p in predictions if not p.refused]
-    return [*_elsewhere([device for _, device in known]), *_doubtful(known)]
+    devices = [device for _, device in known]
+    return [*_unfitted(known), *_elsewhere(devices), *_doubtful(known)]
+
+
+def _unfitted(known: Sequence[tuple[RunPrediction, Device]]) -> list[str]:
+    """Return a warning for each device on which rows have no stack, or facts of another device's."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for p, device in known:
+        if not p.stack or ON in p.stack:
+            rows.setdefault((device.name, p.stack), []).append(p.row.case)
+    texts = []
+    for (device_name, name), cases in rows.items():
+        there = ", ".join(stacks_of(device_name))
+        how = (
+            f"facts are those of {name.partition(ON)[0]}, constants those of {there}"
+            if name
+            else "none is used"
+        )
+        more = f"; --stack takes one of {there}" if there else ""
+        texts.append(
+            f"warning: {_some(cases)}: no stack of {device_name} has the words of source and note; {how}, and intervals "
+            f"are wide{more}"
+        )
+    return texts
+
+
+def _some(cases: Sequence[str]) -> str:
+    """Return how many rows there are, with the first cases."""
+    return f"{count_text(len(cases), 'row')} ({', '.join(cases[:3])}{', ...' if len(cases) > 3 else ''})"
 
 
 def _elsewhere(devices: Sequence[Device]) -> list[str]:
@@ -119,16 +147,12 @@ FAR = 3.0
 
 
 def _doubtful(known: Sequence[tuple[RunPrediction, Device]]) -> list[str]:
-    """Return warnings for measured rows that may have a wrong value in a column.
+    """Return warnings for rows that may have a wrong value in a column.
 
     The prediction of such a row needs more memory than its device has, or is `FAR` times away from the measured step.
     """
     texts = []
-    full = [
-        p.row.case
-        for p, device in known
-        if p.row.step_s is not None and p.peak_gib * p.row.peak_unit > device.memory_bytes
-    ]
+    full = [p.row.case for p, device in known if p.peak_gib * p.row.peak_unit > device.memory_bytes]
     measured = [p for p, _ in known if p.row.step_s is not None]
     far = [p.row.case for p in measured if abs(log(p.step_s / (p.row.step_s or 1))) > log(FAR)]
     for cases, said in (
@@ -142,8 +166,7 @@ def _doubtful(known: Sequence[tuple[RunPrediction, Device]]) -> list[str]:
         ),
     ):
         if cases:
-            named = f"{', '.join(cases[:3])}{', ...' if len(cases) > 3 else ''}"
-            texts.append(f"warning: {count_text(len(cases), 'row')} ({named}): predicted is {said}")
+            texts.append(f"warning: {_some(cases)}: predicted is {said}")
     return texts
 
 
@@ -157,6 +180,7 @@ def _numbers(found: Scores) -> dict[str, Any]:
                 "case": p.row.case,
                 "stack": p.stack,
                 "refused": p.refused,
+                "notes": list(p.notes),
                 "measured_step_s": p.row.step_s,
                 "step_s": list(p.seconds),
                 "interval": [p.low, p.high] if p.seconds else None,
@@ -170,6 +194,8 @@ def _numbers(found: Scores) -> dict[str, Any]:
 
 def _explained(a: AccuracyArguments, row: PublishedRow, stack: Stack | None) -> int:
     """Print the parts of the step of one row."""
+    if row.unread:
+        raise JobError(f"{a.table}, {row.unread}")
     every = list(readings(row))
     reading = every[0]
     differ = [n for n in ("vpp", "micro_batch") if len({getattr(r, n) for r in every}) > 1]
@@ -187,6 +213,7 @@ def _explained(a: AccuracyArguments, row: PublishedRow, stack: Stack | None) -> 
 def _fitted(a: AccuracyArguments, rows: Sequence[PublishedRow], stack: Stack | None) -> int:
     """Fit a stack to rows, write it, and print its constants."""
     assert a.fit is not None
+    rows, left_out = _to_be_fitted(rows, stack)
     names = {s.name for s in (cluster_of(r).device.stack for r in rows) if s is not None}
     if stack is None and len(names) != 1:
         raise JobError(
@@ -194,6 +221,13 @@ def _fitted(a: AccuracyArguments, rows: Sequence[PublishedRow], stack: Stack | N
             f"--rows, or name the stack from whose constants the fit starts by --stack"
         )
     start = stack or stack_named(names.pop())
+    for r in rows:
+        device = cluster_of(r, start).device.name
+        if not holds_for(start, device):
+            raise JobError(
+                f"--fit: {r.case} is of {device}, and {start.name} of {', '.join(start.devices)}; choose rows of one "
+                f"device by --rows"
+            )
     check_target(Path(a.fit), start)
     free = [name.strip() for name in a.free.split(",") if name.strip()]
 
@@ -205,10 +239,30 @@ def _fitted(a: AccuracyArguments, rows: Sequence[PublishedRow], stack: Stack | N
     write_stack(Path(a.fit), found.stack, a.stack or start.name)
     if a.as_json:
         values = {n: vars_of(c) for n, c in found.stack.constants.items()}
-        show_json({"before": found.before, "after": found.after, "constants": values})
+        numbers = {"before": found.before, "after": found.after, "constants": values}
+        show_json({**numbers, "left_out": left_out})
     else:
-        show(fit_table(found, str(a.fit)))
+        show(fit_table(found, str(a.fit), left_out))
     return 0
+
+
+def _to_be_fitted(
+    rows: Sequence[PublishedRow], stack: Stack | None
+) -> tuple[list[PublishedRow], list[str]]:
+    """Return the rows that a fit takes, and notes on the others: not measured, in another block, or not predicted."""
+    taken: list[PublishedRow] = []
+    others: dict[str, list[str]] = {}
+    for row in rows:
+        why = row.unread or ("" if row.step_s is not None else "step_s is empty")
+        if not why and row.block != HEADLINE:
+            why = f'block is "{row.block}", and "{HEADLINE}" is fitted'
+        if not why:
+            why = predict(row, stack=stack, memory=False).refused
+        if why:
+            others.setdefault(why, []).append(row.case)
+        else:
+            taken.append(row)
+    return taken, [f"left out: {_some(cases)}: {why}" for why, cases in others.items()]
 
 
 def vars_of(record: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from piper_ir.ground.errors import ClusterError
-from piper_ir.tools import unread
+from piper_ir.tools import says, unread
 from piper_simulator.cluster.checks import (
     FRACTION,
     NOT_NEGATIVE,
@@ -266,14 +266,14 @@ def holds_for(stack: Stack, device: str) -> bool:
 def stacks_of(device: str, *texts: str) -> tuple[str, ...]:
     """Return the names of the stacks with constants of a device; with `texts` the ones whose words are in one of them.
 
-    Earlier texts decide before later ones, and in a text the longest word.
+    Earlier texts decide before later ones, and in a text the longest word; a word behind "no" does not count.
     """
     here = [s for s in SOFTWARE.values() if device in s.devices]
     if not texts:
         return tuple(s.name for s in here)
     found: dict[str, None] = {}
     for text in texts:
-        lengths = {s.name: max((len(w) for w in s.words if w in text), default=0) for s in here}
+        lengths = {s.name: max((len(w) for w in s.words if says(text, w)), default=0) for s in here}
         found |= dict.fromkeys(
             sorted((n for n in lengths if lengths[n]), key=lambda n: -lengths[n])
         )
