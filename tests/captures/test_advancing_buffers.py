@@ -54,11 +54,24 @@ class Buffered(nn.Module):
         return self.layers[1](x * self.moving)
 
 
+def part_fixed(buffer: Tensor, weight: Tensor, x: Tensor) -> Tensor:
+    buffer.mul_(0.9).add_(0.1 * x.mean(0))
+    buffer[:1].zero_()
+    return buffer.clone()
+
+
+def from_own_part(buffer: Tensor, weight: Tensor, x: Tensor) -> Tensor:
+    buffer[:1].copy_(0.5 * buffer[:1] + 1)
+    return buffer.clone()
+
+
 UPDATES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], bool]] = {
     "counter": (lambda b, w, x: b + 1, True),
     "running mean": (lambda b, w, x: 0.9 * b + 0.1 * x.mean(0), True),
     "last mean": (lambda b, w, x: x.mean(0), True),
     "of a parameter": (lambda b, w, x: w.sum(0), False),
+    "running mean with a constant part": (part_fixed, True),
+    "of its own part": (from_own_part, True),
     "constant": (lambda b, w, x: torch.full_like(b, 2.0), False),
 }
 """Name -> how a buffer is updated, whether it advances."""
@@ -115,6 +128,25 @@ def test_what_is_named_is_what_makes_a_difference(name: str, in_place: bool) -> 
     assert report.equal and report.whole is not None and report.equal_whole_batch is not advances
     assert report.whole.advancing == (("moving",) if advances else ())
     assert bool(report.whole.differences) == advances, report.text()
+
+
+def test_a_part_that_gets_a_constant_does_not_advance() -> None:
+    class Fixed(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+            self.register_buffer("fixed", torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x) * self.fixed.clone()
+            self.fixed[:1].fill_(2.0)
+            return y + self.fixed
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PiperWarning)
+        piper.compile(
+            job(Fixed),
+            piper.Strategy(piper.Mesh(), (piper.split(piper.where(), microbatches=4),)),
+        )
 
 
 def test_a_loss_that_combines_rows_is_told_apart_too() -> None:

@@ -19,6 +19,7 @@ import torch
 
 import piper
 from piper import models
+from piper.api.reference.verification import verify_strategy
 from piper.views.explained.explain import explain
 from piper_ir.ground.errors import CompileError, DirectiveError
 from piper_ir.program.ops import Compute
@@ -173,6 +174,43 @@ def test_backwards_that_cannot_be_one_graph_are_steps_with_a_reason() -> None:
         assert "kernels of Inductor: the backward of" in text and reason in text
         assert ("it is steps for" in text) == bool(reason)
         assert "kernels of" not in explain(piper.compile(job, strategy))
+
+
+class ScaledHeads(torch.nn.Module):
+    """Scales a transposed view in place, as attention written by hand does with its queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.queries(x).view(-1, 4, 2, 4).transpose(1, 2)
+        heads *= 0.5
+        return x + (heads + 1).transpose(1, 2).reshape(x.shape)
+
+
+def test_a_view_that_is_changed_in_place_is_compiled() -> None:
+    """Inside of a fusion a tensor has other strides than in the capture, so that a view of it may be a copy."""
+
+    def batch(step: int, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.linspace(-1, 1, 128, dtype=torch.float64).view(4, 4, 8).sin() + step
+        return x[rows.start : rows.stop], x[rows.start : rows.stop]
+
+    job = piper.Job(
+        lambda: torch.nn.Sequential(ScaledHeads(), ScaledHeads()).double(),
+        batch,
+        torch.nn.functional.mse_loss,
+        lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+        global_batch=4,
+        precision="float64",
+    )
+    strategy = piper.Strategy(piper.Mesh(), (piper.split(piper.where(), microbatches=2),))
+    options = piper.Options(kernels="inductor")
+    report = verify_strategy(job, strategy, options=options)
+    assert report.equal, report.text()
+    made = piper.compile(job, strategy, options=options)
+    run = piper.execute(made, steps=1, launcher="inline")
+    assert run.peak_bytes == {0: made.plan.roles[0].peak_bytes}
 
 
 def test_kernels_that_the_counter_cannot_see_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

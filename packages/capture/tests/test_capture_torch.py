@@ -8,11 +8,18 @@ import pytest
 import torch
 from torch import fx, nn
 from torch._dynamo import funcname_cache
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from packages.capture.tests.repeated_cases import Layer, Model, batch, loss
-from piper_capture import capture
+from piper_capture import built_model, capture
 from piper_capture.steps.joint import trace_joint
 from piper_capture.torch_api import _torch
+
+
+def test_a_constructor_may_cast_its_module_before_torch_has_cached_the_casts() -> None:
+    FakeTensorMode.cache_clear()
+    built = built_model(lambda: nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2)).double())
+    assert {(type(p), p.dtype) for p in built.parameters()} == {(FakeTensor, torch.float64)}
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])

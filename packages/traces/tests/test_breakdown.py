@@ -52,6 +52,17 @@ def test_seconds_of_a_step_are_counted_by_hand(path: Path) -> None:
     )
 
 
+def test_the_last_step_ends_as_long_after_the_host_as_it_began(tmp_path: Path) -> None:
+    trace = KinetoFile()
+    for number, at in ((1, 0), (2, 100)):
+        trace.range(f"ProfilerStep#{number}", at, at + 100)
+        trace.kernel("a_gemm", at + 10, at + 80, launched=at + 5)
+    events = read_events(trace.write(tmp_path))
+    for step in (1, 2):
+        part = breakdown(events, step)
+        assert (part.step_s, part.idle_s) == pytest.approx((100e-6, 30e-6))
+
+
 def test_idle_time_before_a_late_launch_is_the_hosts(tmp_path: Path) -> None:
     trace = KinetoFile()
     trace.kernel("a_gemm", 0, 10, launched=-5)

@@ -189,6 +189,10 @@ def filled(published: PublishedRow) -> tuple[str, ...]:
         said.append("kv_heads is open: as many as heads")
     if (published.vpp or 1) > 1 and published.schedule != "interleaved":
         said.append("vpp belongs to interleaved schedules, and is not used")
+    if published.zero == 2 and is_megatron(published):
+        said.append(
+            "zero 2 is taken as 1, since Megatron's distributed optimizer shards no gradients"
+        )
     return tuple(said)
 
 
@@ -412,4 +416,5 @@ def _states(
     replicas = published.dp * published.cp if grows else 0
     least = DDP_MB / 2 * item if is_nanotron(published) else 160.0
     bucket = max(least, item * replicas * BUCKET_PER_REPLICA / 2**20)
-    return (replicate(where(), over, published.zero, bucket_mb=WHOLE_MB if whole else bucket),)  # type: ignore[arg-type]  # 0 to 3
+    zero = min(published.zero, 1)  # Megatron's distributed optimizer shards no gradients
+    return (replicate(where(), over, zero, bucket_mb=WHOLE_MB if whole else bucket),)  # type: ignore[arg-type]  # 0 or 1

@@ -136,14 +136,18 @@ def window(rank: RankEvents, step: int | None) -> tuple[Interval, int]:
 
 
 def _on_device(rank: RankEvents, host: Interval) -> Interval:
-    """Return when a device did the work that was launched in an interval: it begins later than its launch."""
+    """Return when a device did the work that was launched in an interval: it begins later than its launch.
+
+    It ends when that of the next step begins. Behind the last one that would be as long after the host as here.
+    """
     launched = [e for e in rank.events if e.launched is not None and e.launched >= host[0]]
     inside = [e for e in launched if e.launched is not None and e.launched < host[1]]
     if not inside:
         return host
     begin = min(e.start for e in inside)
     later = [e.start for e in launched if e.launched is not None and e.launched >= host[1]]
-    return begin, max(min(later, default=0.0), max(e.end for e in inside))
+    following = min(later, default=host[1] + begin - host[0])
+    return begin, max(following, max(e.end for e in inside))
 
 
 def _cut(start: float, end: float, events: Sequence[DeviceEvent]) -> list[Interval]:

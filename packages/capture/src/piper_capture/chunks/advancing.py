@@ -11,10 +11,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from piper_capture.chunks.cut import Cut
-from piper_capture.values.concrete import line_of
+from piper_capture.values.concrete import line_of, tensors_of
 from piper_ir.ground.expert_tokens import counts_tokens
 
 BATCH = "the batch"
@@ -59,10 +60,11 @@ def advancing_buffers(cut: Cut) -> tuple[Advancing, ...]:
         content.update(
             (storage, made_of) for storage in facts.storages[node] if storage not in content
         )
+        replaced = _replaced(node)
         for storage in facts.writes[node]:
-            content[storage] = (
-                made_of if _replaced(node) is not None else made_of | content.get(storage, set())
-            )
+            # a part that is not replaced has its old content, which counts if that was computed
+            stays = replaced is None or (storage in changed_by and not _is_whole(replaced))
+            content[storage] = made_of | (content.get(storage, set()) if stays else set())
             changed_by[storage] = node
     sources: dict[str, set[str]] = {}
     lines: dict[str, fx.Node] = {}
@@ -87,9 +89,22 @@ def _read(node: fx.Node, storages: Mapping[fx.Node, frozenset[int]]) -> Iterable
     return [s for n in node.all_input_nodes if n is not replaced for s in storages.get(n, ())]
 
 
-def _replaced(node: fx.Node) -> object:
-    """Return the tensor whose whole content an operation replaces, or None."""
-    return node.args[0] if _name(node) in OVERWRITES else node.kwargs.get("out")
+def _replaced(node: fx.Node) -> fx.Node | None:
+    """Return the tensor whose content an operation replaces unread, or None; it may be a part of another."""
+    replaced = node.args[0] if _name(node) in OVERWRITES else node.kwargs.get("out")
+    return replaced if isinstance(replaced, fx.Node) else None
+
+
+def _is_whole(node: fx.Node) -> bool:
+    """Return whether tensors fill their storages, and are no parts of others."""
+    return all(map(_fills_storage, tensors_of(node)))
+
+
+def _fills_storage(tensor: torch.Tensor) -> bool:
+    size, storage = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
+    if type(size) is int and type(storage) is int:
+        return size == storage
+    return not tensor._is_view()  # it has the rows of the batch
 
 
 def _name(node: fx.Node) -> str:

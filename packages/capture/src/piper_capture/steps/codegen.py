@@ -29,7 +29,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -160,7 +160,10 @@ def _inside_fusion(node: fx.Node) -> str:
         source, place = node.args
         return f"{_literal(source)}[{place}]"
     keywords = [f"{name}={_literal(value)}" for name, value in node.kwargs.items()]
-    return f"torch.ops.{node.target}({', '.join([*map(_literal, node.args), *keywords])})"
+    # in a step, too, a view may be of other strides than it was captured with
+    again = METHODS.get(cast(OpOverload, node.target)) == "reshape"
+    target = aten.reshape.default if again else node.target
+    return f"torch.ops.{target}({', '.join([*map(_literal, node.args), *keywords])})"
 
 
 def input_specs(nodes: Iterable[fx.Node]) -> tuple[tuple[tuple[int, ...], str], ...]:

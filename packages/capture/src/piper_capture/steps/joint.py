@@ -421,7 +421,8 @@ def _check(graph: fx.Graph) -> None:
         if isinstance(target, OpOverload):
             if target._schema.is_mutable:
                 raise CaptureError(
-                    f"{name} changes a tensor in place and cannot be made functional{_where(node)}"
+                    f"{name} changes a tensor in place and cannot be made functional{_where(node)}; a backward of "
+                    f"your own may not change its gradient or a tensor of the forward: let it change a clone()"
                 )
             if target in OF_ONE_DTYPE:
                 _check_dtypes(node)

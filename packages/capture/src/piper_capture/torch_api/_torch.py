@@ -76,12 +76,24 @@ def fake_cpu() -> FakeTensorMode:
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
-def fake_construction() -> FakeTensorMode:
-    """Return a fake tensor mode for a constructor; it accepts real tensors, such as loaded weights.
+@contextmanager
+def fake_construction() -> Iterator[None]:
+    """Make fake tensors in a constructor; it may use real ones, such as loaded weights.
 
-    Reading an unknown value of a fake tensor raises an error, instead of returning a symbol.
+    Reading an unknown value of a fake tensor raises an error, instead of returning a symbol. `Module.double()` and the
+    like swap fake parameters, which torch refuses where something refers to them weakly. The mode's memo does that to
+    the results of operations that it meets for the first time.
     """
-    return _OneMode(allow_non_fake_inputs=True)
+    mode, swap = _OneMode(allow_non_fake_inputs=True), torch.utils.swap_tensors
+    memo = mode.fake_tensor_converter.meta_converter.tensor_memo
+
+    def swapped(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        for key in [key for key, tensor in memo.items() if tensor is t1 or tensor is t2]:
+            del memo[key]
+        swap(t1, t2)  # type: ignore[no-untyped-call]  # torch has no types there
+
+    with in_place(torch.utils, {"swap_tensors": swapped}), mode:
+        yield
 
 
 class _OneMode(FakeTensorMode):
