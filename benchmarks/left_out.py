@@ -39,7 +39,7 @@ def scored(rows: Sequence[PublishedRow], *, left_out: bool) -> Scores:
 
 def main(table: str, pattern: str = "*") -> None:
     """Print the scores of a table by source, with the constants of its stacks and without."""
-    runs = [r for r in read_rows(Path(table), pattern) if r.block == HEADLINE]
+    runs = [r for r in read_rows(Path(table), pattern) if r.block == HEADLINE and not r.unread]
     rows = [runs[at] for at in by_model(runs)]
     own, other = (scored(rows, left_out=left_out) for left_out in (False, True))
     for a, b in zip(own.sources, other.sources, strict=True):

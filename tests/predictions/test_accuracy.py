@@ -343,16 +343,20 @@ def test_a_row_with_a_cell_that_cannot_be_read_is_refused_alone(tmp_path: Path) 
     assert predict(bad).columns()["dtype"] == "fp8"
     with pytest.raises(JobError, match="line 4: dtype is 'fp8'"):
         read_rows(file, "wrong")
+    write_rows(file, [TINY, {"case": ""}, {"case": "", "note": "half a row"}])
+    assert [bool(row.unread) for row in read_rows(file)] == [False, True]
 
 
 def test_readings_that_no_device_holds_are_left_out_and_what_was_filled_in_is_said() -> None:
     open_ = {**TINY, "micro_batch": "", "vocab": "", "vpp": "2", "seq": "16384", "layers": "8"}
     found = predict(read_row({**open_, "global_batch": "64", "tp": "1", "gpus": "2"}))
     assert len(found.seconds) in range(1, 6) and found.peak_gib < 180
-    assert found.notes[:2] == (
+    assert found.notes == (
         "vocab is open, and taken as 32,000",
         "vpp belongs to interleaved schedules, and is not used",
     )
+    unnamed = predict(read_row({**TINY, "source": "nobody"}), memory=False)
+    assert unnamed.notes == ("source and note name no software: taken as blackwell-megatron",)
 
 
 def test_a_device_without_the_stack_of_a_row_takes_its_facts_and_own_constants() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from piper.published.table import PublishedRow
 from piper_ir.ground.errors import PiperError
-from piper_simulator import Stack, held_and_reserved, period, step_interval
+from piper_simulator import SOFTWARE, Stack, held_and_reserved, period, stacks_of, step_interval
 
 APART = 0.03
 """The share by which the measured times of a pair of rows differ at least, for Kendall's tau."""
@@ -144,6 +144,9 @@ def predict(
     except PiperError as error:
         reason = str(error).removeprefix(f"{published.case}: ")  # tables name the case themselves
         return RunPrediction(published, refused=reason)
+    words = stacks_of(cluster.device.name, published.note, published.source)
+    if name in SOFTWARE and stack is None and not (published.stack or words):
+        notes += (f"source and note name no software: taken as {name}",)
     possible = [one for one in found if one.fits] or found  # a run that was measured did fit
     intervals = [step_interval(one.step_s, cluster) for one in possible]
     return RunPrediction(

@@ -205,7 +205,7 @@ def read_rows(path: Path, only: str = "*") -> list[PublishedRow]:
             rows.append(read_row(fields, where))
         except JobError as error:
             rows.append(_unread_row(fields, str(error)))
-    names = [row.case for row in rows]
+    names = [row.case for row in rows if not row.unread]
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise JobError(f"{path}: two rows have the case {twice[0]!r}; give each a name of its own")
     chosen = [row for row in rows if row.case == only] or [
