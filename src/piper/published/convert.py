@@ -178,8 +178,8 @@ def readings(published: PublishedRow) -> Iterator[PublishedRow]:
             )
 
 
-def filled(published: PublishedRow) -> tuple[str, ...]:
-    """Return notes on open fields that have one value, since no range would be plausible, and on those without use."""
+def notes_on_fields(published: PublishedRow) -> tuple[str, ...]:
+    """Return notes on open fields that get one value, since no range is plausible, and on fields taken otherwise."""
     said = []
     if published.vocab is None:
         said.append(f"vocab is open, and taken as {VOCAB:,}")

@@ -29,6 +29,10 @@ NICS = re.compile(r"(\d+) NICs of (\d+) Gb/s")
 """The words of a note for the NICs of a node."""
 USABLE = 0.94
 """The part of a NIC's rate that messages reach, as in the files of devices: 23.5 of 25 GB/s of a ConnectX-6 (SimAI)."""
+ON = " on "
+"""The word between a stack and a device that it is borrowed for, in the name of such a stack."""
+OF_DEVICES = ("matmul", "memory", "attention_forward", "attention_backward", "intra", "inter")
+"""The constants that software of one device has more in common than one software on two devices."""
 
 
 def cluster_of(published: PublishedRow, stack: Stack | str | None = None) -> Cluster:
@@ -100,12 +104,6 @@ def borrowed_for(published: PublishedRow, device: str) -> str:
     own = GENERATIONS.index(DEVICES[device].device.generation)
     names = (stack_for(published, other) for other in sorted(DEVICES, key=distance))
     return next((f"{name}{ON}{device}" for name in names if name), "")
-
-
-ON = " on "
-"""The word between a stack and a device that it is borrowed for, in the name of such a stack."""
-OF_DEVICES = ("matmul", "memory", "attention_forward", "attention_backward", "intra", "inter")
-"""The constants that software of one device has more in common than one software on two devices."""
 
 
 def borrowed(stack: Stack, device: str) -> Stack:

@@ -124,7 +124,10 @@ def predict(
         stack: A software stack, or its name, in place of the row's own.
         memory: Whether memory is predicted, too, which takes longer.
     """
-    from piper.published.convert import filled, readings  # they need torch, and scores do not
+    from piper.published.convert import (
+        notes_on_fields,
+        readings,
+    )  # they need torch, and scores do not
     from piper.published.plans import plan_of
 
     if published.unread:
@@ -157,7 +160,7 @@ def predict(
         max(one.held for one in possible) / published.peak_unit,
         max(one.reserved for one in possible) / published.peak_unit,
         name,
-        notes=(*filled(published), *notes),
+        notes=(*notes_on_fields(published), *notes),
     )
 
 

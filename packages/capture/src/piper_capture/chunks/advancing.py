@@ -101,6 +101,7 @@ def _is_whole(node: fx.Node) -> bool:
 
 
 def _fills_storage(tensor: torch.Tensor) -> bool:
+    # `aliasing.fills_storage` would compare sizes in rows, which are symbols here
     size, storage = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
     if type(size) is int and type(storage) is int:
         return size == storage
