@@ -4,7 +4,8 @@ python benchmarks/left_out.py published_runs.csv [ROWS]
 
 Each run keeps the facts of its stack (kernels, attention, messages), and takes the constants that were fitted to it from
 the other stacks of its device, as the mean of those that were fitted to runs; where there are none, from the priors. It
-prints the table of `piper accuracy` with its own constants and with these. ROWS is a pattern of cases.
+prints the mean error of each source with its own constants and with these, and the error that four in five of its runs
+have at most with these. ROWS is a pattern of cases.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from piper.published.run_cluster import cluster_of, with_constants_of_others
-from piper.published.scoring import HEADLINE, Scores, by_model, predict, scores
+from piper.published.scoring import HEADLINE, Scores, by_model, percentile, predict, scores
 from piper.published.table import PublishedRow, read_rows
 from piper_simulator import Stack
 
@@ -44,7 +45,10 @@ def main(table: str, pattern: str = "*") -> None:
     own, other = (scored(rows, left_out=left_out) for left_out in (False, True))
     for a, b in zip(own.sources, other.sources, strict=True):
         if a.mean is not None and b.mean is not None and b.signed is not None:
-            print(f"{a.name:70.70} {a.n:4} rows {a.mean:7.1%} {b.mean:7.1%} ({b.signed:+.1%})")
+            errors = [p.error for p in other.predictions if p.row.publisher == b.name]
+            most = percentile(sorted(abs(e) for e in errors if e is not None), 0.8)
+            means = f"{a.mean:7.1%} {b.mean:7.1%} ({b.signed:+.1%}"
+            print(f"{a.name:70.70} {a.n:4} rows {means}; 80 % within {most:.1%})")
     if own.macro is not None and other.macro is not None:
         print(f"{'macro mean':70} {own.macro:17.1%} {other.macro:7.1%}")
     print(f"{time.process_time():.0f} CPU s")

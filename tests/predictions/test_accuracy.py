@@ -18,7 +18,7 @@ from piper.cli.actions.scoring import _doubtful
 from piper.published import plans
 from piper.published.convert import readings, row
 from piper.published.plans import plan_of, stage_times
-from piper.published.run_cluster import cluster_of, stack_for
+from piper.published.run_cluster import UNNAMED, cluster_of, stack_for
 from piper.published.run_model import model_of
 from piper.published.scoring import RunPrediction, by_model, kendall, percentile, predict, score
 from piper.published.table import PublishedRow, read_row, read_rows, write_rows
@@ -321,6 +321,10 @@ def test_readings_that_no_device_holds_are_left_out_and_what_was_filled_in_is_sa
     )
     unnamed = predict(read_row({**TINY, "source": "nobody"}), memory=False)
     assert unnamed.notes == ("source and note name no software: taken as blackwell-megatron",)
+    named = predict(read_row(TINY), memory=False)
+    assert named.step_s == unnamed.step_s and named.high < unnamed.high
+    stacks = [cluster_of(read_row({**TINY, "source": s})).device.stack for s in ("nobody", "NeMo")]
+    assert [s.seen for s in stacks if s] == [UNNAMED, STACKS["blackwell-nemo"].seen]
 
 
 def test_a_device_without_the_stack_of_a_row_takes_its_facts_and_own_constants() -> None:

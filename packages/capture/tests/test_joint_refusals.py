@@ -71,6 +71,12 @@ def noisy_gradient(x: Tensor, w: Tensor) -> Tensor:
     return NoisyGradient.apply(x @ w)
 
 
+def masks_a_view(x: Tensor, w: Tensor) -> Tensor:
+    h = (x @ w).view(4, 2, 4).transpose(1, 2)
+    h.masked_fill_(h > 0.5, 0.0)
+    return h
+
+
 REFUSED: dict[Callable[..., Any], str] = {
     changes_parameter: "changes its parameter .*w",
     overwrites_saved: r"test_joint_refusals.py:\d+: y = h @ w: .*modified by an inplace operation",
@@ -79,6 +85,7 @@ REFUSED: dict[Callable[..., Any], str] = {
     checkpointed: r"cannot be cut .* at .*test_joint_refusals.py:\d+|checkpoint",
     attention: r"_scaled_dot_product.* exists on one kind of device .*test_joint_refusals.py:\d+: "
     r"return F.scaled_dot",
+    masks_a_view: r"masked_fill_\(h > 0.5.*Cannot view a tensor.*use the result of masked_fill in place",
     noisy_gradient: "aten.rand_like.default draws random numbers in the backward",
 }
 

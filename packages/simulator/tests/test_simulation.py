@@ -17,7 +17,8 @@ from piper_ir.ground.trace import Trace
 from piper_ir.plan.plan import State
 from piper_ir.program.costs import Costs, Duration
 from piper_ir.program.program import Cost, Input, Kernel, Param
-from piper_simulator import load_cluster, simulate
+from piper_simulator import STACKS, load_cluster, simulate
+from piper_simulator.interval import LAUNCHES
 from tests.helpers.random_plans import PlanBuilder, given_durations, random_plan
 
 
@@ -216,6 +217,21 @@ def test_what_is_not_calibrated_is_in_the_summary_and_the_trace() -> None:
     assert not any("hold for" in n for n in narrow.notes)
     assert s.trace.notes == {"cluster": "h100-80g-sxm:8", "warnings": f"{constants}; {guess}"}
     assert simulate(plan, changed(FLAT, notes="")).notes == ()
+
+
+@pytest.mark.parametrize(("size", "more"), [(8, 1 + LAUNCHES), (2048, 1.0)], ids=["host", "device"])
+def test_a_step_that_waits_for_its_host_has_a_wider_interval(size: int, more: float) -> None:
+    plan = two_devices().plan()
+    kernels = (Kernel("matmul", (size, size, size), "bfloat16", 2 * size**3, 6 * size**2),) * 100
+    chunks = tuple(
+        replace(c, steps={"F": replace(c.steps["F"], cost=Cost(kernels))}) for c in plan.chunks
+    )
+    found = simulate(replace(plan, chunks=chunks), "a100x8@ampere-torch")
+    assert found.interval is not None
+    seen = STACKS["ampere-torch"].seen
+    width = math.hypot(math.log1p(seen), math.log(more))
+    for ratio in (found.interval.high / found.period_s, found.period_s / found.interval.low):
+        assert math.log(ratio) == pytest.approx(width, rel=0.02)
 
 
 def test_a_guess_behind_the_utilisation_alone_is_noted() -> None:

@@ -95,6 +95,15 @@ def test_the_rank_that_arrives_last_is_named(tmp_path: Path) -> None:
     assert found.spread_s == pytest.approx(25e-6)
 
 
+def test_nobody_is_last_where_all_arrive_at_once(tmp_path: Path) -> None:
+    for rank in range(2):
+        trace = KinetoFile(rank)
+        trace.message("allreduce", 64, (0, 1), 100, 150, 90)
+        trace.write(tmp_path)
+    (found,) = stragglers(read_ranks(sorted(tmp_path.iterdir())))
+    assert (found.spread_s, found.share) == (0.0, 0.0)
+
+
 def test_traces_of_two_jobs_are_refused(tmp_path: Path) -> None:
     for rank, world in ((0, 2), (1, 4)):
         trace = KinetoFile(rank, world=world)

@@ -15,7 +15,13 @@ from typing import Any
 
 from piper.published.table import PublishedRow
 from piper_ir.ground.errors import PiperError
-from piper_simulator import SOFTWARE, Stack, held_and_reserved, period, stacks_of, step_interval
+from piper_simulator import (
+    SOFTWARE,
+    RunsInterval,
+    Stack,
+    held_and_reserved,
+    period_and_interval,
+)
 
 APART = 0.03
 """The share by which the measured times of a pair of rows differ at least, for Kendall's tau."""
@@ -129,6 +135,7 @@ def predict(
         readings,
     )  # they need torch, and scores do not
     from piper.published.plans import plan_of
+    from piper.published.run_cluster import is_guessed
 
     if published.unread:
         return RunPrediction(published, refused=published.unread)
@@ -141,22 +148,22 @@ def predict(
             cluster = run.cluster
             held, taken = held_and_reserved(plan, cluster) if memory else (0.0, 0.0)
             fits = held <= cluster.device.memory_bytes
-            found.append(_Reading(period(plan, cluster), held, taken, fits))
+            step_s, interval = period_and_interval(plan, cluster)
+            found.append(_Reading(step_s, interval, held, taken, fits))
             name = "" if cluster.device.stack is None else cluster.device.stack.name
             notes = run.notes
     except PiperError as error:
         reason = str(error).removeprefix(f"{published.case}: ")  # tables name the case themselves
         return RunPrediction(published, refused=reason)
-    words = stacks_of(cluster.device.name, published.note, published.source)
-    if name in SOFTWARE and stack is None and not (published.stack or words):
+    if name in SOFTWARE and stack is None and is_guessed(published, cluster.device.name):
         notes += (f"source and note name no software: taken as {name}",)
     possible = [one for one in found if one.fits] or found  # a run that was measured did fit
-    intervals = [step_interval(one.step_s, cluster) for one in possible]
+    intervals = [one.interval for one in possible if one.interval is not None]
     return RunPrediction(
         published,
         tuple(one.step_s for one in possible),
-        min(i.low for i in intervals),
-        max(i.high for i in intervals),
+        min((i.low for i in intervals), default=math.nan),
+        max((i.high for i in intervals), default=math.nan),
         max(one.held for one in possible) / published.peak_unit,
         max(one.reserved for one in possible) / published.peak_unit,
         name,
@@ -166,9 +173,10 @@ def predict(
 
 @dataclass(frozen=True)
 class _Reading:
-    """Hold the prediction of a reading: seconds, bytes allocated and reserved, and whether the device has as many."""
+    """Hold the prediction of a reading: seconds, allocated and reserved bytes, and whether the device has as many."""
 
     step_s: float
+    interval: RunsInterval | None
     held: float
     reserved: float
     fits: bool

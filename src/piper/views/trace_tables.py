@@ -80,7 +80,7 @@ def straggler_table(found: Sequence[Straggling]) -> Table:
             s.op,
             str(s.count),
             time_text(s.spread_s),
-            f"rank {s.last} ({s.share:.0%})",
+            f"rank {s.last} ({s.share:.0%})" if s.share else "-",
         )
         for s in found[:MOST]
     )

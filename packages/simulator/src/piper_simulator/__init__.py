@@ -46,7 +46,13 @@ from piper_simulator.memory.device_memory import device_memory, device_type
 from piper_simulator.memory.oom import SHOWN, too_much
 from piper_simulator.memory.software import software_buffers
 from piper_simulator.metrics import repeated_share
-from piper_simulator.period import StepParts, held_and_reserved, period, step_parts
+from piper_simulator.period import (
+    StepParts,
+    held_and_reserved,
+    period,
+    period_and_interval,
+    step_parts,
+)
 from piper_simulator.simulation import Simulation, simulate
 from piper_simulator.times.engine import run_engine
 from piper_simulator.times.jitter import Distribution
@@ -63,6 +69,7 @@ __all__ = [
     "held_and_reserved",
     "holds_for",
     "period",
+    "period_and_interval",
     "read_software",
     "stacks_of",
     "interval_share",

@@ -13,17 +13,27 @@ from piper_simulator.durations.cost_model import work_of
 from piper_simulator.durations.device_model import DeviceModel
 from piper_simulator.durations.kernels import kernel_seconds, step_took
 from piper_simulator.durations.software_kernels import run_kernels
+from piper_simulator.interval import RunsInterval, interval_of
 from piper_simulator.memory.role_devices import peak_memory
 from piper_simulator.times.splitting import split
-from piper_simulator.times.timed import durations_of, time_steps
+from piper_simulator.times.timed import PlanWork, durations_of, time_steps
 
 
 def period(plan: Plan, cluster: Cluster) -> float:
     """Return the seconds per step in steady state, as `simulate` does."""
+    return time_steps(_taken(plan, cluster)).period_s
+
+
+def period_and_interval(plan: Plan, cluster: Cluster) -> tuple[float, RunsInterval | None]:
+    """Return the seconds per step in steady state, and the interval in which 80 % of measured ones fall."""
+    taken = _taken(plan, cluster)
+    period_s = time_steps(taken).period_s
+    return period_s, interval_of(plan, cluster, taken, period_s)
+
+
+def _taken(plan: Plan, cluster: Cluster) -> PlanWork:
     parts = split(plan, cluster, shared=True)
-    return time_steps(
-        durations_of(parts.plan, cluster, None, DeviceModel, contention=True)
-    ).period_s
+    return durations_of(parts.plan, cluster, None, DeviceModel, contention=True)
 
 
 def held_and_reserved(plan: Plan, cluster: Cluster) -> tuple[int, int]:

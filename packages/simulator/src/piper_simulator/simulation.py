@@ -276,7 +276,7 @@ def simulate(
         if model is DeviceModel and costs is None:
             simulation = replace(
                 simulation,
-                interval=interval_of(plan, target, simulation.period_s),
+                interval=interval_of(plan, target, durations, simulation.period_s),
                 notes=(*simulation.notes, *stack_advice(plan, target)),
             )
         if experts is None:

@@ -10,6 +10,9 @@ from statistics import mean
 from piper_traces.breakdown import window
 from piper_traces.events import DeviceEvent, RankEvents
 
+RESOLUTION_S = 1e-9
+"""The seconds that the profiler's clock can tell apart: it writes nanoseconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Straggling:
@@ -19,7 +22,7 @@ class Straggling:
         count: the number of collectives that all of the given ranks took part in.
         spread_s: the mean of the seconds between the first arrival and the last.
         last: the rank that was most often the last.
-        share: how often it was.
+        share: how often it was; 0 if all ranks always arrived at once.
     """
 
     group: str
@@ -62,9 +65,11 @@ def _straggling(group: str, op: str, events: dict[int, list[DeviceEvent]]) -> St
     for meeting in zip(*events.values(), strict=True):
         arrivals = {rank: e.start - shift[rank] for rank, e in zip(events, meeting, strict=True)}
         spreads.append(max(arrivals.values()) - min(arrivals.values()))
-        last.append(max(arrivals, key=lambda rank: arrivals[rank]))
-    often = max(set(last), key=last.count)
-    return Straggling(group, op, len(spreads), mean(spreads), often, last.count(often) / len(last))
+        if spreads[-1] >= RESOLUTION_S:
+            last.append(max(arrivals, key=lambda rank: arrivals[rank]))
+    often = max(events, key=last.count)
+    share = last.count(often) / len(spreads)
+    return Straggling(group, op, len(spreads), mean(spreads), often, share)
 
 
 def _median(values: Sequence[float]) -> float:

@@ -398,7 +398,18 @@ def _export(
             message = str(error).strip().split("\n\n")[0].split(" Hint:")[0]
             raise CaptureError(
                 f"cannot trace the forward and backward of a chunk{where}: {message}"
+                f"{_out_of_place(wrapper.node)}"
             ) from error
+
+
+def _out_of_place(node: fx.Node | None) -> str:
+    """Return advice for an operation in place that torch fails to make functional, as masked_fill_ of a view."""
+    name = str(node.target) if node is not None and node.op == "call_method" else ""
+    if not name.endswith("_") or name.endswith("__"):
+        return ""
+    return (
+        f"; if it is {name} that fails, let the model use the result of {name[:-1]} in place of it"
+    )
 
 
 def _refuse_changed_parameters(

@@ -315,5 +315,5 @@ def _specialised(
         f"constant; remove the constant, because Piper chooses the rows of each microbatch (capture used "
         f"{EXAMPLE_ROWS}). A loop over the rows (list(x), x.unbind(0)) and torch.vmap over them fix their number, "
         f"too: compute on all rows at once, or leave out what makes the model do so. An operator that does so "
-        f"inside, such as torch.kron, is written with others (torch.einsum, reshape)"
+        f"inside is written with others: torch.kron with torch.einsum and reshape, torch.take_along_dim with gather"
     )

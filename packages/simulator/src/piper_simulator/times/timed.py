@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from piper_ir.fold import steady_state
@@ -159,6 +159,22 @@ def time_steps(taken: PlanWork, steps: int = 1) -> Timed:
         for a, b in pairwise(prepared.offsets)
     ]
     return Timed(first, last, lasted, period_s, max(0.0, *slowed))
+
+
+def launches_matter(taken: PlanWork, period_s: float, share: float) -> bool:
+    """Return whether launching kernels takes a host more than a share of a period."""
+    issue = taken.issue
+    return (
+        issue is not None
+        and any(w.launch_s for w in taken.work)
+        and max(issue.step_s) > share * period_s
+    )
+
+
+def period_with_launches(taken: PlanWork, factor: float) -> float:
+    """Return the period if each launch of a kernel took its time times a factor."""
+    work = [replace(w, launch_s=factor * w.launch_s) for w in taken.work]
+    return time_steps(replace(taken, work=work)).period_s
 
 
 def _step_work(taken: PlanWork) -> StepWork:
