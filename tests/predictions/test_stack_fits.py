@@ -14,6 +14,7 @@ from piper.published.fitting import fit
 from piper.published.scoring import RunPrediction
 from piper.published.stack_file import check_target, write_stack
 from piper.published.table import PublishedRow, read_row, write_rows
+from piper.views.accuracy_tables import DECIDED, fit_table
 from piper_ir.ground.errors import ClusterError, JobError
 from piper_simulator import SOFTWARE, STACKS, Stack, StackConstant, read_software
 from tests.predictions.test_accuracy import TINY
@@ -30,12 +31,25 @@ def test_a_fit_finds_constants_that_it_was_not_told() -> None:
     assert found.stack.number["matmul"] == pytest.approx(0.60, rel=0.08)
     assert found.stack.number["memory"] == pytest.approx(0.48, rel=0.08)
     assert found.stack.constants["memory"].fitted and not found.stack.constants["memory"].at_bound
+    assert all(share > DECIDED for share in found.by_runs.values())
     wrong = [
         replace(r, step_s=(r.step_s or 0) * 100) for r in made
     ]  # nothing physical explains that
     bound = fit(wrong, start, ["matmul", "memory"], _made).stack
     assert any(c.at_bound for c in bound.constants.values())
     assert all(c.low <= c.value <= c.high for c in bound.constants.values())
+
+
+def test_a_fit_says_which_constants_its_runs_cannot_tell_apart() -> None:
+    """All steps are made of the same shares, so that only a product of powers of both constants is known."""
+    start = SOFTWARE["blackwell-megatron"]
+    truth = _with(_with(start, "matmul", 0.60), "memory", 0.48)
+    rows = [read_row({**TINY, "case": str(k), "ffn": str(64 * k)}) for k in range(1, 7)]
+    made = [replace(r, step_s=p.step_s) for r, p in zip(rows, _made(rows, truth), strict=True)]
+    found = fit(made, start, ["matmul", "memory"], _made)
+    assert found.after < 0.02 and found.by_runs["memory"] < DECIDED < found.by_runs["matmul"]
+    (note,) = [n for n in fit_table(found, "mine.toml", ()).notes if "decided by the runs" in n]
+    assert note.startswith("memory: ")
 
 
 def _made(rows: Sequence[PublishedRow], stack: Stack) -> list[RunPrediction]:

@@ -46,6 +46,8 @@ class Fit:
         before: mean of the absolute errors before the fit.
         after: and after it.
         derivatives: by run and constant, the derivative of log step by log constant, at the start.
+        by_runs: free constant -> the share of its value that the runs decide, and not its prior: 1 less its variance
+            after the fit over the one before (the diagonal of a ridge's resolution matrix).
     """
 
     stack: Stack
@@ -53,6 +55,7 @@ class Fit:
     before: float
     after: float
     derivatives: np.ndarray
+    by_runs: Mapping[str, float]
 
     @property
     def source(self) -> str:
@@ -105,7 +108,8 @@ def fit(rows: Sequence[PublishedRow], stack: Stack, free: Sequence[str], predict
     errors = [np.abs(np.expm1(r)) for r in (start, residuals)]
     before, after = (float(np.mean(e)) for e in errors)
     seen = max(0.01, math.ceil(100 * float(np.quantile(errors[1], 0.8))) / 100)
-    found = Fit(replace(fitted, seen=seen), tuple(rows), before, after, derivatives)
+    by_runs = dict(zip(free, _resolution(derivatives, residuals), strict=True))
+    found = Fit(replace(fitted, seen=seen), tuple(rows), before, after, derivatives, by_runs)
     named = {n: replace(fitted.constants[n], fitted=True, source=found.source) for n in free}
     return replace(found, stack=replace(found.stack, constants={**fitted.constants, **named}))
 
@@ -114,7 +118,7 @@ def _step(
     stack: Stack, free: Sequence[str], residuals: np.ndarray, derivatives: np.ndarray
 ) -> Stack:
     """Return the stack after one weighted least squares, with every constant within its range."""
-    weights = np.sqrt(1.0 / np.maximum(NOISE, np.abs(residuals)) / NOISE)
+    weights = _weights(residuals)
     now = np.array([_scale(n, stack.constants[n].value) for n in free], float)
     priors = np.array([_scale(n, stack.constants[n].prior) for n in free], float)
     lows, highs = (
@@ -146,6 +150,17 @@ def _step(
 
 
 _LEAST = {"hidden": 0.0}
+
+
+def _weights(residuals: np.ndarray) -> np.ndarray:
+    return np.asarray(np.sqrt(1.0 / np.maximum(NOISE, np.abs(residuals)) / NOISE))
+
+
+def _resolution(derivatives: np.ndarray, residuals: np.ndarray) -> list[float]:
+    """Return by constant the share of its value that runs decide rather than its prior."""
+    weighted = _weights(residuals)[:, None] * derivatives
+    information = weighted.T @ weighted + np.eye(derivatives.shape[1]) / RIDGE**2
+    return [float(1 - v / RIDGE**2) for v in np.diag(np.linalg.inv(information))]
 
 
 def _scale(name: str, value: float) -> float:

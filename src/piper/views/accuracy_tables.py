@@ -106,6 +106,14 @@ def why_table(
     return Table(title, ("", "time", "share"), tuple(rows), notes)
 
 
+DECIDED = 0.75
+"""The share of a fitted constant's value from which on runs decide it."""
+UNDECIDED = (
+    f"by less than {100 * DECIDED:.0f} % decided by the runs, the rest by the prior, since the steps change little with "
+    f"it, or as much as with another one; runs with other layouts tell more"
+)
+
+
 def fit_table(found: Fit, file: str, left_out: Sequence[str]) -> Table:
     """Return a table of the constants of a fitted stack, with notes on the runs that were left out."""
     rows = tuple(
@@ -115,17 +123,19 @@ def fit_table(found: Fit, file: str, left_out: Sequence[str]) -> Table:
             f"{c.prior:g}",
             f"{c.low:g} to {c.high:g}",
             "AT ITS BOUND" if c.at_bound else "fitted" if c.fitted else "prior",
+            percent(found.by_runs[name]) if name in found.by_runs else "-",
         )
         for name, c in found.stack.constants.items()
     )
+    unknown = [name for name, share in found.by_runs.items() if share < DECIDED]
     notes = (
         f"{count_text(len(found.rows), 'run')}: mean error {percent(found.before)} before, {percent(found.after)} after",
         *left_out,
+        *([f"{', '.join(unknown)}: {UNDECIDED}"] if unknown else []),
         f"written: {file}",
     )
-    return Table(
-        f"Constants of {found.stack.name}", ("", "value", "prior", "range", ""), rows, notes
-    )
+    columns = ("", "value", "prior", "range", "", "by runs")
+    return Table(f"Constants of {found.stack.name}", columns, rows, notes)
 
 
 def _signed(share: float | None) -> str:
