@@ -19,6 +19,7 @@ from benchmarks.planned.tables import draws
 from piper import cli, models
 from piper.api.problems import spaces
 from piper.api.problems.first_candidates import FirstCandidates
+from piper.api.problems.scale import FULL
 from piper.api.problems.spaces import StrategySpace
 from piper.api.problems.tuning_problem import Conditions, problem_of
 from piper_autotune import NothingFoundError
@@ -325,6 +326,20 @@ def test_estimates_know_which_axes_cut_experts(make: Any, choices: dict[str, Any
     )
     at = {"cp": 1, "pp": 1, **usual, **choices}
     assert space.scale.own(at) * whole == space.scale.parameters * own
+
+
+def test_experts_are_folded_where_whole_ones_would_fill_a_device() -> None:
+    space = piper.space(dropless(), CLUSTER)
+    at = {"tp": 4, "cp": 1, "ep": 2, "pp": 1}
+    large = replace(space.scale, parameters=10**9)
+    full, folded = (large.states({**at, "fold": fold}, space.sharing(at)) for fold in (False, True))
+    between = replace(space, scale=replace(large, memory_bytes=int((full + folded) / FULL / 2)))
+    (start,) = (s for s in between.starts if at.items() <= s.items() and s["keep"] == "inputs")
+    assert (start["fold"], start["host"], start["away"]) == (True, False, 0.0)
+    choices = {**at, "sequence": True, "fold": True, "zero": 3, "prefetch": 1, "resident_mb": 0}
+    assert chosen(between, **choices).directives, "no choice of a host is asked for"
+    with pytest.raises(ValueError, match=r"parameter '(host|tiles|away)' is not found"):
+        chosen(between, **{**choices, "fold": False, "cut": False})
 
 
 def test_groups_that_share_states_are_the_replicas_of_a_node() -> None:

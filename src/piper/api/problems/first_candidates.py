@@ -47,7 +47,7 @@ class FirstCandidates:
         The ones that look fastest by their sizes come first. Some of them are tried in all of the memory, too, and, for
         each size of tp, one with context parallelism by heads.
         """
-        sizes = list(self._cells())
+        sizes = list(map(self._folded, self._cells()))
         cells = [self._least(at) for at in sizes]
         ranked = sorted(map(self._roomy, sizes), key=self._step_s)
         roomy: list[dict[str, Any]] = []
@@ -85,12 +85,17 @@ class FirstCandidates:
         every = (dict(zip(axes, at)) for at in product(*(self.space.sizes[axis] for axis in axes)))
         yield from (at for at in every if not self.space.lacking(at, self.space.rows[0]))
 
+    def _folded(self, at: Mapping[str, int]) -> dict[str, Any]:
+        """Return sizes with experts along tp and cp, too, where that can be: whole ones take that much more memory."""
+        tokens_over = [axis for axis in ("tp", "cp") if at[axis] > 1]
+        return {**at, "fold": self.space.may_fold(at, tokens_over)}
+
     def _step_s(self, start: Mapping[str, Any]) -> float:
         replicas = self.space.replicas(start)
         parts = self.space.global_batch // (replicas * start["rows"])
         return self.space.scale.step_s(start, self.space.layers, parts, replicas)
 
-    def _least(self, at: Mapping[str, int]) -> dict[str, Any]:
+    def _least(self, at: Mapping[str, Any]) -> dict[str, Any]:
         """Return the choices with which a mesh holds little: states shared, and all of a layer made again.
 
         Beside stages only the optimizer's states are shared if the others fit: a pipeline with zero=3 gathers all
@@ -105,7 +110,7 @@ class FirstCandidates:
             "sequence": True,
             "attention": "ring",
         }
-        rest |= {"fold": False, "cut": False, "hybrid": False}
+        rest |= {"cut": False, "hybrid": False}
         spared = {"graded": False, "away": 0.0}
         if self.space.is_short(at, tiles=1):
             tiles = TILES if self.space.tiled(at) else 1
@@ -123,7 +128,7 @@ class FirstCandidates:
         tried = self.space.tried.get("keep", KEPT)
         return tuple(sorted(tried, key=lambda keep: -of_policy(KEPT_OF_LAYER, keep)))
 
-    def _roomy(self, at: Mapping[str, int]) -> dict[str, Any]:
+    def _roomy(self, at: Mapping[str, Any]) -> dict[str, Any]:
         """Return the choices with which a mesh makes and gathers as little again as its memory has room for."""
         whole = self.space.scale.fits_whole(self.space.scale.own(at), self.space.sharing(at))
         keep = next(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from piper.api.problems.scale import FULL, SHORT, Scale
@@ -75,16 +76,30 @@ class SpaceSizes:
         """Return how many replicas share or cut the experts of a layer."""
         return at["ep"] * at.get("etp", 1)
 
-    def sharing(self, at: Mapping[str, int]) -> int:
-        """Return how many devices have the same parameters."""
-        return self.replicas(at) // self.sharing_experts(at) * at["cp"]
+    def may_fold(self, at: Mapping[str, int], tokens_over: Sequence[str]) -> bool:
+        """Return whether axes that share the tokens of a row may share dropless experts, too, beside ep."""
+        over = (*tokens_over, "ep")
+        return (
+            at["ep"] > 1
+            and self.dropless
+            and bool(tokens_over)
+            and not self.experts % prod(at[axis] for axis in over)
+        )
 
-    def is_short(self, at: Mapping[str, int], tiles: int) -> bool:
-        """Return whether a mesh leaves little memory with the least rows, all states shared and layers made again."""
+    def sharing(self, at: Mapping[str, Any]) -> int:
+        """Return how many devices have the same parameters, if experts have most of them."""
+        alike = 1 if at.get("fold", False) else int(at["cp"])
+        return self.replicas(at) // self.sharing_experts(at) * alike
+
+    def is_short(self, at: Mapping[str, Any], tiles: int) -> bool:
+        """Return whether a mesh leaves little memory with the least rows, all states shared and layers made again.
+
+        `at` says beside the sizes of the axes whether experts are folded or cut, without which they are whole over tp.
+        """
         held = self.held_bytes(at, self.rows[0], keep="inputs", flying=1.0, tiles=tiles)
         return held > SHORT * self.scale.memory_bytes
 
-    def are_large(self, at: Mapping[str, int]) -> bool:
+    def are_large(self, at: Mapping[str, Any]) -> bool:
         """Return whether states fill much of a device even if all that have the same parameters share them."""
         return self.scale.states(at, self.sharing(at)) > FULL * self.scale.memory_bytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import gcd, prod
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from piper.api.captures.capturing import traced_job
@@ -95,14 +95,16 @@ class StrategySpace(SpaceSizes):
         if at["cp"] > 1:
             exchange = self._choice(trial, "attention", ("ring", "heads", "gather"))
             calls.append(RecipeCall("context_parallel", {"attention": exchange}))
+        placed: dict[str, Any] = dict(at)
         if at["ep"] > 1:
-            calls.append(self._shared_experts(trial, at, tokens_over))
+            call, placed = self._shared_experts(trial, at, tokens_over)
+            calls.append(call)
         calls.append(self._pipeline(trial, at["pp"], self.global_batch // (replicas * rows)))
-        calls += self._kept(trial, at, rows, calls[-1])
+        calls += self._kept(trial, placed, rows, calls[-1])
         zero = self._zero(trial, at)
         groups = self._groups(trial, at, zero)
         calls += self._replicated(trial, at, zero, groups)
-        calls += self._hosted(trial, at, zero)
+        calls += self._hosted(trial, placed, zero)
         sizes = {axis: size for axis, size in at.items() if size > 1}
         order = ORDERS[self._choice(trial, "order", ("usual",))]
         inner = [axis for axis in order if axis != "etp" or axis in sizes]
@@ -142,23 +144,23 @@ class StrategySpace(SpaceSizes):
 
     def _shared_experts(
         self, trial: Any, at: Mapping[str, int], tokens_over: Sequence[str]
-    ) -> RecipeCall:
+    ) -> tuple[RecipeCall, dict[str, Any]]:
         """Return how devices share experts: along ep alone, or also along the axes that share the tokens of a row.
 
-        Along tp or cp they may cut each expert instead, and along etp.
+        Along tp or cp they may cut each expert instead, and along etp. The sizes of the axes are returned, too, with
+        the choices that decide how many experts a device has.
         """
-        over = (*tokens_over, "ep")
-        may = self.dropless and tokens_over and not self.experts % prod(at[axis] for axis in over)
-        folded = may and self._choice(trial, "fold", (False, True))
-        how: dict[str, Any] = {"over": over} if folded else {}
+        folded = self.may_fold(at, tokens_over) and self._choice(trial, "fold", (False, True))
+        how: dict[str, Any] = {"over": (*tokens_over, "ep")} if folded else {}
         hidden = () if folded or not self.dropless else self._cut(trial, tokens_over)
+        placed = {**at, "fold": folded, "cut": "+".join(hidden)}
         if at.get("etp", 1) > 1:
             hidden = (*hidden, "etp")
         if hidden:
             how["hidden"] = hidden[0] if len(hidden) == 1 else hidden
         if self._choice(trial, "beside", (False,)):
             how["beside"] = True
-        return RecipeCall("expert_parallel", how)
+        return RecipeCall("expert_parallel", how), placed
 
     def _cut(self, trial: Any, tokens_over: Sequence[str]) -> tuple[str, ...]:
         """Return the axes along which each expert is cut, out of the axes that share tokens."""
@@ -172,7 +174,7 @@ class StrategySpace(SpaceSizes):
         return chosen
 
     def _kept(
-        self, trial: Any, at: Mapping[str, int], rows: int, stages: RecipeCall
+        self, trial: Any, at: Mapping[str, Any], rows: int, stages: RecipeCall
     ) -> Iterator[RecipeCall]:
         """Yield policies of recomputation, tiles of the loss and offloads: less memory for more compute or messages.
 
@@ -213,7 +215,7 @@ class StrategySpace(SpaceSizes):
             waits |= {"tensors": tensors} if tensors != "all" else {}
             yield RecipeCall("offload", {"selection": first, **waits})
 
-    def _hosted(self, trial: Any, at: Mapping[str, int], zero: int) -> Iterator[RecipeCall]:
+    def _hosted(self, trial: Any, at: Mapping[str, Any], zero: int) -> Iterator[RecipeCall]:
         """Yield the optimizer on the host, or all states: where they are large, or a user gives values for it."""
         if "host" in self.tried or self.are_large(at):
             if hosted := self._choice(trial, "host", (False, True)):
