@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from piper.cli import app
-from piper.published.fitting import fit
+from piper.published.fitting import Fit, fit
 from piper.published.scoring import RunPrediction
 from piper.published.stack_file import check_target, write_stack
 from piper.published.table import PublishedRow, read_row, write_rows
@@ -19,14 +19,19 @@ from piper_ir.ground.errors import ClusterError, JobError
 from piper_simulator import SOFTWARE, STACKS, Stack, StackConstant, read_software
 from tests.predictions.test_accuracy import TINY
 
+START = SOFTWARE["blackwell-megatron"]
+
+
+def _fit_of_rows_that_differ_in(column: str) -> tuple[list[PublishedRow], Fit]:
+    """Return steps of a stack with other constants, and the fit of two constants to them from another start."""
+    truth = _with(_with(START, "matmul", 0.60), "memory", 0.48)
+    rows = [read_row({**TINY, "case": str(k), column: str(64 * k)}) for k in range(1, 7)]
+    made = [replace(r, step_s=p.step_s) for r, p in zip(rows, _made(rows, truth), strict=True)]
+    return made, fit(made, START, ["matmul", "memory"], _made)
+
 
 def test_a_fit_finds_constants_that_it_was_not_told() -> None:
-    """Steps of a stack with other constants are made, and the fit starts from the priors."""
-    start = SOFTWARE["blackwell-megatron"]
-    truth = _with(_with(start, "matmul", 0.60), "memory", 0.48)
-    rows = [read_row({**TINY, "case": str(k), "hidden": str(64 * k)}) for k in range(1, 7)]
-    made = [replace(r, step_s=p.step_s) for r, p in zip(rows, _made(rows, truth), strict=True)]
-    found = fit(made, start, ["matmul", "memory"], _made)
+    made, found = _fit_of_rows_that_differ_in("hidden")
     assert found.after < 0.02 < 0.04 < found.before
     assert found.stack.number["matmul"] == pytest.approx(0.60, rel=0.08)
     assert found.stack.number["memory"] == pytest.approx(0.48, rel=0.08)
@@ -35,18 +40,14 @@ def test_a_fit_finds_constants_that_it_was_not_told() -> None:
     wrong = [
         replace(r, step_s=(r.step_s or 0) * 100) for r in made
     ]  # nothing physical explains that
-    bound = fit(wrong, start, ["matmul", "memory"], _made).stack
+    bound = fit(wrong, START, ["matmul", "memory"], _made).stack
     assert any(c.at_bound for c in bound.constants.values())
     assert all(c.low <= c.value <= c.high for c in bound.constants.values())
 
 
 def test_a_fit_says_which_constants_its_runs_cannot_tell_apart() -> None:
     """All steps are made of the same shares, so that only a product of powers of both constants is known."""
-    start = SOFTWARE["blackwell-megatron"]
-    truth = _with(_with(start, "matmul", 0.60), "memory", 0.48)
-    rows = [read_row({**TINY, "case": str(k), "ffn": str(64 * k)}) for k in range(1, 7)]
-    made = [replace(r, step_s=p.step_s) for r, p in zip(rows, _made(rows, truth), strict=True)]
-    found = fit(made, start, ["matmul", "memory"], _made)
+    _, found = _fit_of_rows_that_differ_in("ffn")
     assert found.after < 0.02 and found.by_runs["memory"] < DECIDED < found.by_runs["matmul"]
     (note,) = [n for n in fit_table(found, "mine.toml", ()).notes if "decided by the runs" in n]
     assert note.startswith("memory: ")
