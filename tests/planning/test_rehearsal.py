@@ -33,7 +33,7 @@ def space(experts: bool = False, memory_bytes: int = 10**9, **sizes: int) -> Str
         32,
         {axis: (sizes.get(axis, 1),) for axis in ("tp", "cp", "ep", "pp", *({"etp"} & {*sizes}))},
         (1,),
-        Scale(0, 1, 1, 1024, memory_bytes, 1.0, 1.0, 1.0, 8),
+        Scale(0, 0, 1, 1, 1024, memory_bytes, 1.0, 1.0, 1.0, 8),
         8 if experts else 1,
         tiles=True,
     )

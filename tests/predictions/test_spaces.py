@@ -328,6 +328,16 @@ def test_estimates_know_which_axes_cut_experts(make: Any, choices: dict[str, Any
     assert space.scale.own(at) * whole == space.scale.parameters * own
 
 
+def test_a_token_is_computed_by_the_experts_that_its_router_chooses() -> None:
+    dense = piper.space(llama(), CLUSTER).scale
+    assert dense.active == dense.parameters
+    for job, experts in ((mixture(), 4), (dropless(), 16)):
+        scale = piper.space(job, CLUSTER).scale
+        stacked = sum(p.numel() for p in job.model().parameters() if p.dim() == 3)
+        idle = stacked * (1 - MIXTURE.experts.top_k / experts)
+        assert scale.active == pytest.approx(scale.parameters - idle)
+
+
 def test_experts_are_folded_where_whole_ones_would_fill_a_device() -> None:
     space = piper.space(dropless(), CLUSTER)
     at = {"tp": 4, "cp": 1, "ep": 2, "pp": 1}

@@ -6,7 +6,7 @@ Nothing is rejected by an estimate: the model counts as a decoder, and only diff
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -59,6 +59,7 @@ class Scale:
 
     Attributes:
         parameters: of the model.
+        active: parameters that compute a token: of a layer's experts as many as its router chooses.
         classes: the largest dimension of a parameter, which is that of logits.
         width: the elements of a token between layers: the size that most dimensions of parameters have.
         tokens: of a row.
@@ -71,6 +72,7 @@ class Scale:
     """
 
     parameters: int
+    active: float
     classes: int
     width: int
     tokens: int
@@ -89,6 +91,7 @@ class Scale:
         device, links = cluster.device, cluster.network.links[0]
         return cls(
             sum(map(prod, shapes)),
+            _active(traced, shapes),
             max(dims, default=1),
             dims.most_common(1)[0][0] if dims else 1,
             tokens,
@@ -156,7 +159,7 @@ class Scale:
         devices = replicas * tp * cp * pp
         # elements between layers that a device would compute alone, over all layers
         elements = microbatches * int(choices["rows"]) * replicas * self.tokens / devices
-        compute_s = of_policy(FLOPS, choices["keep"]) * self.parameters * elements / self.flops
+        compute_s = of_policy(FLOPS, choices["keep"]) * self.active * elements / self.flops
         elements *= layers * self.width
         inner_s = (
             TOKEN_SHARERS * elements * (tp - 1) / self._rate(tp)
@@ -180,6 +183,20 @@ class Scale:
         if spanned <= self.per_node:
             return self.inside
         return min(self.inside, self.between * max(1, self.per_node // apart))
+
+
+def _active(traced: Traced, shapes: Sequence[Sequence[int]]) -> float:
+    """Return the parameters that compute a token; matrices of experts are in parameters of three dimensions."""
+    taken = [
+        node.args[1] if len(node.args) > 1 else node.kwargs.get("k")
+        for node in traced.forward.graph.nodes
+        if getattr(node.target, "__name__", node.target) == "topk"
+    ]
+    most = max((k for k in taken if isinstance(k, int)), default=0)
+    if not traced.experts or not most:
+        return sum(map(prod, shapes))
+    shares = (min(1.0, most / shape[0]) if len(shape) == 3 else 1.0 for shape in shapes)
+    return sum(share * prod(shape) for share, shape in zip(shares, shapes, strict=True))
 
 
 def of_policy(figures: Mapping[str, float], keep: str) -> float:
