@@ -89,11 +89,16 @@ def jobs(
 
 
 def spread(quotients: Sequence[float]) -> str:
-    """Return the median of numbers, and the middle half of them; of fewer than two, that there are too few."""
+    """Return the median of numbers, their middle half, and the factor of 1 within which four in five of them are.
+
+    Of fewer than two numbers it says that there are too few.
+    """
     if len(quotients) < 2:
         return "too few for a spread"
     low, middle, high = statistics.quantiles(quotients, n=4)
-    return f"median x {middle:.2f}, half of them x {low:.2f} to {high:.2f}"
+    within = statistics.quantiles([max(q, 1 / q) for q in quotients], n=5)[-1]
+    half = f"half of them x {low:.2f} to {high:.2f}"
+    return f"median x {middle:.2f}, {half}, four in five within a factor of {within:.2f}"
 
 
 def main(checkout: Path, words: Sequence[str]) -> None:

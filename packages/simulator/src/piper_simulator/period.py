@@ -25,7 +25,7 @@ def period(plan: Plan, cluster: Cluster) -> float:
 
 
 def period_and_interval(plan: Plan, cluster: Cluster) -> tuple[float, RunsInterval | None]:
-    """Return the seconds per step in steady state, and the interval in which 80 % of measured ones fall."""
+    """Return the seconds per step in steady state, and the interval in which 80 % of measured periods fall."""
     taken = _taken(plan, cluster)
     period_s = time_steps(taken).period_s
     return period_s, interval_of(plan, cluster, taken, period_s)

@@ -186,7 +186,10 @@ class Scale:
 
 
 def _active(traced: Traced, shapes: Sequence[Sequence[int]]) -> float:
-    """Return the parameters that compute a token; matrices of experts are in parameters of three dimensions."""
+    """Return the parameters that compute a token; matrices of experts are in parameters of three dimensions.
+
+    A router takes the k of the largest topk in the graph: smaller ones choose groups of experts (DeepSeek-V3).
+    """
     taken = [
         node.args[1] if len(node.args) > 1 else node.kwargs.get("k")
         for node in traced.forward.graph.nodes
