@@ -79,6 +79,24 @@ def test_costs_of_a_trace_predict_its_step(slower: float, plan: Plan, tmp_path: 
     assert again.step_s == pytest.approx(slower * predicted.step_s, rel=0.03)
 
 
+def test_a_long_instruction_and_the_time_between_them_count(tmp_path: Path) -> None:
+    directives = [piper.split(piper.where(), microbatches=4)]
+    plan = piper.compile(shared_jobs.job("gpt"), piper.Strategy(piper.Mesh(), directives)).plan
+    on = load_cluster("cpu-local")
+    predicted = piper.simulate(plan, on)
+    trace, at = KinetoFile(0, 1), 0.0
+    for k, span in enumerate(predicted.trace.spans):
+        lasts = (span.end - span.start) * 1e6 * (1 + 9 * (k == 1))
+        trace.range(span.name, at, at + lasts)
+        at += lasts + 500
+    trace.range("ProfilerStep#4", 0, at)
+    matched = match_ranges(plan, read_ranks([trace.write(tmp_path)]))
+    costs = measured_costs(plan, matched, model_for(plan, on, None, DeviceModel), on, ORIGIN)
+    assert costs.host is not None and costs.host.issue_s == pytest.approx(500e-6)
+    assert piper.simulate(plan, on, costs=costs).step_s == pytest.approx(at / 1e6, rel=0.03)
+    assert at / 1e6 > 1.5 * predicted.step_s
+
+
 def test_messages_alone_match_a_plan(plan: Plan, predicted: Simulation, tmp_path: Path) -> None:
     ranks = read_ranks(written(plan, predicted, tmp_path, named=False))
     model = model_for(plan, CLUSTER, None, DeviceModel)

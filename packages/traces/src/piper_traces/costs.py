@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
-from statistics import median
+from itertools import pairwise
+from statistics import fmean, median
 
 from piper_ir.ground.errors import FormatError
 from piper_ir.ground.trace import Span
@@ -15,6 +16,7 @@ from piper_ir.program.costs import (
     CommDuration,
     Costs,
     Duration,
+    HostCosts,
     Origin,
     PartDuration,
     StepDuration,
@@ -28,8 +30,9 @@ from piper_traces.matching import Matched
 def measured_costs(
     plan: Plan, matched: Matched, model: CostModel, cluster: Cluster, origin: Origin
 ) -> Costs:
-    """Return the durations of steps, other ops and messages, each the median of its measurements.
+    """Return the durations of steps, other ops and messages, each the mean of its measurements.
 
+    With means the same strategy takes the measured time again, a rare long instruction included; medians leave it out.
     An instruction of several parts is shared out among them as the cost model weighs them. The messages inside of a
     step are taken off as the model predicts them, since costs of steps are without these. A message lasts from the last
     arrival of a rank to its end.
@@ -57,15 +60,32 @@ def measured_costs(
     return Costs(
         comm=tuple(_messages(plan, matched, traffic, cluster)),
         steps=tuple(
-            StepDuration(code, step, rows, Duration(median(s)), chunk_of[code, step])
+            StepDuration(code, step, rows, Duration(fmean(s)), chunk_of[code, step])
             for (code, step), s in sorted(steps.items())
         ),
         parts=tuple(
-            PartDuration(op, amount, Duration(median(s)))
+            PartDuration(op, amount, Duration(fmean(s)))
             for (op, amount), s in sorted(others.items())
         ),
+        host=_host(plan, matched) if cluster.synchronous else None,
         origin=origin,
     )
+
+
+def _host(plan: Plan, matched: Matched) -> HostCosts | None:
+    """Return the median seconds from one instruction of compute to the next; None if each waits for a message.
+
+    Where the host is the device that is the time to issue one. A message takes nothing beyond its own span.
+    """
+    gaps = []
+    for (role, _, before), (_, instr, span) in pairwise(_spans(plan, matched)):
+        beside = (before.rank, before.instr + 1) == (span.rank, span.instr)
+        computes = all(
+            not isinstance(i.parts[0].op, COMM) for i in (role.program[before.instr], instr)
+        )
+        if beside and computes and not instr.waits:
+            gaps.append(max(0.0, span.start - before.end))
+    return HostCosts(median(gaps), 0.0) if gaps else None
 
 
 def _spans(plan: Plan, matched: Matched) -> Iterator[tuple[RolePlan, Instr, Span]]:
@@ -112,7 +132,7 @@ def _messages(
         lasted = max(s.end for s in spans) - max(s.start for s in spans)
         seconds[op, nbytes, len(members), nodes].append(max(0.0, lasted))
     for (op, nbytes, group, nodes), lasts in sorted(seconds.items()):
-        yield CommDuration(op, nbytes, group, Duration(median(lasts)), nodes)
+        yield CommDuration(op, nbytes, group, Duration(fmean(lasts)), nodes)
 
 
 def _kind(op: Comm, part: Part, traffic: PlanBytes) -> tuple[str, int]:
