@@ -19,7 +19,7 @@ from benchmarks.planned.tables import draws
 from piper import cli, models
 from piper.api.problems import spaces
 from piper.api.problems.first_candidates import FirstCandidates
-from piper.api.problems.scale import FULL
+from piper.api.problems.scale import FULL, Scale
 from piper.api.problems.spaces import StrategySpace
 from piper.api.problems.tuning_problem import Conditions, problem_of
 from piper_autotune import NothingFoundError
@@ -126,7 +126,8 @@ def test_a_search_begins_with_what_is_published_and_with_each_mesh_in_little_mem
     usual |= {"graded": False, "away": 0.0, "host": False, "hybrid": False}
     fsdp, tensor = ({**sizes, **states, **usual, "keep": "attention", "tp": tp} for tp in (1, 8))
     assert space.starts.index(fsdp) < space.starts.index(tensor), "messages of layers take time"
-    assert {start.get("chunks") for start in replace(space, layers=16).starts} == {None, 4}
+    stages = {(s["pp"], s.get("chunks")) for s in replace(space, layers=16).starts}
+    assert stages == {(pp, None) for pp in (1, 2, 4)} | {(2, 8), (4, 4)}
     cells = {(s["tp"], s["cp"], s["pp"]) for s in space.starts if s["keep"] == "inputs"}
     meshes = {(tp, cp, pp) for tp in (1, 2, 4, 8) for cp in (1, 2) for pp in (1, 2, 4)}
     assert cells == {at for at in meshes if at[0] * at[1] * at[2] <= 16}
@@ -138,7 +139,10 @@ def test_a_search_begins_with_what_is_published_and_with_each_mesh_in_little_mem
 
 
 def test_a_search_begins_with_meshes_that_keep_as_much_as_has_room() -> None:
-    """A large memory keeps all tensors of a layer, a small one its inputs, and one in between has a policy in between."""
+    """A large memory keeps all tensors of a layer, a small one its inputs, and one in between has a policy in between.
+
+    What keeps less is tried, too, since an estimate is no bound.
+    """
     space = piper.space(llama(), CLUSTER)
 
     def kept(memory_bytes: float) -> list[set[str]]:
@@ -152,7 +156,7 @@ def test_a_search_begins_with_meshes_that_keep_as_much_as_has_room() -> None:
 
     whole = {"tp": 2, "cp": 1, "pp": 1, "zero": 1, "keep": "all"}
     assert any(whole.items() <= start.items() for start in space.starts)
-    assert all("all" in policies for policies in kept(1e12))
+    assert all(policies == {"all", "products", "attention", "inputs"} for policies in kept(1e12))
     assert all(policies == {"inputs"} for policies in kept(1e3))
     assert any("products" in policies or "attention" in policies for policies in kept(2e6))
 
@@ -336,6 +340,29 @@ def test_a_token_is_computed_by_the_experts_that_its_router_chooses() -> None:
         stacked = sum(p.numel() for p in job.model().parameters() if p.dim() == 3)
         idle = stacked * (1 - MIXTURE.experts.top_k / experts)
         assert scale.active == pytest.approx(scale.parameters - idle)
+
+
+def test_estimates_know_what_leaves_a_node() -> None:
+    """Devices of a node share links for states that lie on neighbours; each sends its own tokens to experts."""
+    scale = replace(piper.space(dropless(), CLUSTER).scale, active=0.0, inside=9.0, between=1.0)
+
+    def seconds(scale: Scale, microbatches: int = 2, **at: Any) -> float:
+        usual = {"tp": 1, "cp": 1, "pp": 1, "rows": 1, "keep": "all", "zero": 3}
+        return scale.step_s({**usual, **at}, layers=1, microbatches=microbatches, replicas=32)
+
+    states = replace(scale, width=0, parameters=64)
+    moved = {ep: 16 * states.own({"tp": 1, "pp": 1, "ep": ep}) for ep in (1, 2, 16)}
+    assert seconds(states, ep=1) == pytest.approx(moved[1] / 8)
+    assert seconds(states, ep=2) == pytest.approx(moved[2] / 4)
+    assert seconds(states, ep=16) == pytest.approx(moved[16] / 1)
+    tokens = replace(scale, parameters=0, width=1, tokens=1, chosen=3)
+    each = 8 * 2
+    assert seconds(tokens, ep=1) == 0.0
+    assert seconds(tokens, ep=4) == pytest.approx(each * 3 * (3 / 4) / 9)
+    assert seconds(tokens, ep=16) == pytest.approx(each * (3 * (1 / 2 - 1 / 16) / 9 + 1))
+    assert seconds(tokens, ep=32) == pytest.approx(
+        each * (3 * (1 / 4 - 1 / 32) / 9 + min(3 * 3 / 4, 3))
+    )
 
 
 def test_experts_are_folded_where_whole_ones_would_fill_a_device() -> None:

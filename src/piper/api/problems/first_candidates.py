@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 from piper.api.problems.scale import KEPT_OF_LAYER, ROOM, of_policy
 from piper.api.problems.space_sizes import KEPT, TILES, SpaceSizes
 
-STAGES_OF_LAYERS = 5
-"""The most stages of a device in a first candidate with interleaved ones (Megatron's recipes of Llama have 5)."""
-ROOMY = 2
-"""The first candidates of a size of tp that keep as much as has room: another policy, which takes time to capture."""
+STAGES_OF_LAYERS = 8
+"""The most stages of a device in a first candidate with interleaved ones."""
+ROOMY = 3
+"""The meshes of a size of tp whose first candidates keep as much as has room: other policies take time to capture."""
 
 
 def _along(axis: str) -> Callable[[Mapping[str, Any]], bool]:
@@ -49,12 +49,12 @@ class FirstCandidates:
         """
         sizes = list(map(self._folded, self._cells()))
         cells = [self._least(at) for at in sizes]
-        ranked = sorted(map(self._roomy, sizes), key=self._step_s)
+        ranked = sorted(map(self._roomy, sizes), key=lambda keeping: self._step_s(keeping[-1]))
         roomy: list[dict[str, Any]] = []
         for tp in self.space.sizes["tp"]:
-            own = [one for one in ranked if one["tp"] == tp]
-            exchanged = [{**one, "attention": "heads"} for one in own if one["cp"] > 1]
-            roomy += [*own[:ROOMY], *exchanged[:1]]
+            own = [keeping for keeping in ranked if keeping[0]["tp"] == tp]
+            exchanged = [{**one, "attention": "heads"} for one, *_ in own if one["cp"] > 1]
+            roomy += [*chain.from_iterable(own[:ROOMY]), *exchanged[:1]]
         made = [*self.published(cells), *cells, *roomy]
         every = self._widened(sorted(map(self._fitted, made), key=self._step_s))
         return tuple({frozenset(start.items()): start for start in every}.values())
@@ -128,21 +128,30 @@ class FirstCandidates:
         tried = self.space.tried.get("keep", KEPT)
         return tuple(sorted(tried, key=lambda keep: -of_policy(KEPT_OF_LAYER, keep)))
 
-    def _roomy(self, at: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the choices with which a mesh makes and gathers as little again as its memory has room for."""
+    def _roomy(self, at: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the choices with which a mesh makes and gathers as little again as its memory has room for.
+
+        The others keep less, policy by policy: an estimate is no bound, and a start that does not fit costs no trial.
+        Stages are interleaved where each device has several, since their bubbles are shorter.
+        """
         whole = self.space.scale.fits_whole(self.space.scale.own(at), self.space.sharing(at))
-        keep = next(
-            (
-                keep
-                for keep in self._policies
-                if self.space.held_bytes(
-                    at, self.space.rows[0], keep=keep, flying=1.0, tiles=1, whole=whole
-                )
-                <= ROOM * self.space.scale.memory_bytes
-            ),
-            self._policies[-1],
-        )
-        return {**self._least(at), "keep": keep} | ({"zero": 1} if whole else {})
+        policies = self._policies
+        while len(policies) > 1 and not self._has_room(at, policies[0], whole):
+            policies = policies[1:]
+        how = {**self._least(at), **({"zero": 1} if whole else {}), **self._interleaved(at)}
+        return [{**how, "keep": keep} for keep in policies[:-1] or policies]
+
+    def _has_room(self, at: Mapping[str, Any], keep: str, whole: bool) -> bool:
+        """Return whether a mesh has room for the tensors that a policy keeps, by its sizes."""
+        rows = self.space.rows[0]
+        held = self.space.held_bytes(at, rows, keep=keep, flying=1.0, tiles=1, whole=whole)
+        return held <= ROOM * self.space.scale.memory_bytes
+
+    def _interleaved(self, at: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the choice of interleaved stages, as many as divide a device's layers; none without a pipeline."""
+        own = self.space.layers // at["pp"]
+        chunks = [n for n in range(2, STAGES_OF_LAYERS + 1) if not own % n]
+        return {"schedule": "interleaved", "chunks": chunks[-1]} if at["pp"] > 1 and chunks else {}
 
     def published(self, cells: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yield the layouts that people publish, as far as they divide.
@@ -155,8 +164,6 @@ class FirstCandidates:
                 for keep, rows in product(("inputs", "attention", "products"), self.space.rows[:2]):
                     if not self.space.lacking(least, rows):
                         yield {**least, "keep": keep, "rows": rows}
-            own = self.space.layers // least["pp"]
-            chunks = [n for n in range(2, STAGES_OF_LAYERS + 1) if not own % n]
-            if least["pp"] == 4 and least["tp"] > 1 and chunks:
-                how = {"schedule": "interleaved", "chunks": chunks[-1]}
+            how = self._interleaved(least)
+            if least["pp"] == 4 and least["tp"] > 1 and how:
                 yield {**least, **how, "keep": "attention", "zero": 1}

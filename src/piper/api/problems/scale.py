@@ -49,8 +49,8 @@ HIDDEN = 0.8
 """The part of compute beside which messages of zero=3 may go."""
 CUTS = {True: "tp"}
 """The axes of a value of `cut` that is not their names."""
-ROUTED = 16
-"""The bytes of messages of an element between layers along ep: two experts, to and from them, forward and backward."""
+ROUTED = 8
+"""The bytes of messages of an element between layers per expert of its token: to and from it, forward and backward."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ class Scale:
         inside: bytes/s of a device within its node.
         between: bytes/s of a device between nodes.
         per_node: devices of a node.
+        chosen: the experts that compute a token.
         dropless: whether experts take every token; beside ep, tp leaves such an expert whole.
     """
 
@@ -81,6 +82,7 @@ class Scale:
     inside: float
     between: float
     per_node: int
+    chosen: int = 1
     dropless: bool = False
 
     @classmethod
@@ -89,9 +91,10 @@ class Scale:
         shapes = [p.shape for p in traced.forward.params]
         dims = Counter(dim for shape in shapes for dim in shape if dim > 1)
         device, links = cluster.device, cluster.network.links[0]
+        chosen = _chosen(traced)
         return cls(
             sum(map(prod, shapes)),
-            _active(traced, shapes),
+            _active(shapes, chosen),
             max(dims, default=1),
             dims.most_common(1)[0][0] if dims else 1,
             tokens,
@@ -100,6 +103,7 @@ class Scale:
             links.intra_bandwidth,
             links.inter_bandwidth,
             cluster.per_node,
+            max(1, chosen),
             traced.dropless,
         )
 
@@ -164,16 +168,27 @@ class Scale:
         inner_s = (
             TOKEN_SHARERS * elements * (tp - 1) / self._rate(tp)
             + KEY_VALUES * elements * (cp - 1) / self._rate(tp * cp)
-            + ROUTED * elements * ((ep - 1) / ep + cut - 1) / self._rate(tp * cp * cut * ep)
+            + ROUTED * elements * self._exchanged(tp * cp * cut, ep, cut)
         )
         moved = self.own(choices) * (
             GATHERED_BYTES * microbatches if choices["zero"] == 3 else UPDATED_BYTES
         )
-        sharers = replicas * cp
-        states_s = moved / self._rate(sharers * tp, tp) if sharers > 1 else 0.0
+        apart = tp * ep * cut * (cp if choices.get("fold", False) else 1)
+        states_s = moved / self._rate(devices // pp, apart) if devices // pp > apart else 0.0
         hidden_s = HIDDEN * compute_s if choices["zero"] == 3 else 0.0
         bubble = (pp - 1) / (microbatches * int(choices.get("chunks", 1)))
         return (compute_s + inner_s) * (1 + bubble) + max(0.0, states_s - hidden_s)
+
+    def _exchanged(self, apart: int, ep: int, cut: int) -> float:
+        """Return seconds per byte of a token that goes to its experts, out of `ep` devices that are `apart`.
+
+        Each device sends tokens to other nodes over its own link, a token once to each of them. Devices that cut
+        experts have each other's tokens, too.
+        """
+        near = min(1.0, self.per_node / (apart * ep))
+        nodes = max(1, apart * ep // self.per_node)
+        within = self.chosen * (max(0.0, near - 1 / ep) + cut - 1)
+        return within / self.inside + min(self.chosen * (1 - near), nodes - 1) / self.between
 
     def _rate(self, spanned: int, apart: int = 1) -> float:
         """Return bytes/s of each device in a group that spans so many devices, with every `apart`-th of them.
@@ -185,21 +200,27 @@ class Scale:
         return min(self.inside, self.between * max(1, self.per_node // apart))
 
 
-def _active(traced: Traced, shapes: Sequence[Sequence[int]]) -> float:
-    """Return the parameters that compute a token; matrices of experts are in parameters of three dimensions.
+def _active(shapes: Sequence[Sequence[int]], chosen: int) -> float:
+    """Return the parameters that compute a token; matrices of experts are in parameters of three dimensions."""
+    if not chosen:
+        return sum(map(prod, shapes))
+    shares = (min(1.0, chosen / shape[0]) if len(shape) == 3 else 1.0 for shape in shapes)
+    return sum(share * prod(shape) for share, shape in zip(shares, shapes, strict=True))
 
-    A router takes the k of the largest topk in the graph: smaller ones choose groups of experts (DeepSeek-V3).
+
+def _chosen(traced: Traced) -> int:
+    """Return how many experts compute a token; 0 without a router.
+
+    It takes the k of the largest topk in the graph: smaller ones choose groups of experts (DeepSeek-V3).
     """
+    if not traced.experts:
+        return 0
     taken = [
         node.args[1] if len(node.args) > 1 else node.kwargs.get("k")
         for node in traced.forward.graph.nodes
         if getattr(node.target, "__name__", node.target) == "topk"
     ]
-    most = max((k for k in taken if isinstance(k, int)), default=0)
-    if not traced.experts or not most:
-        return sum(map(prod, shapes))
-    shares = (min(1.0, most / shape[0]) if len(shape) == 3 else 1.0 for shape in shapes)
-    return sum(share * prod(shape) for share, shape in zip(shares, shapes, strict=True))
+    return max((k for k in taken if isinstance(k, int)), default=0)
 
 
 def of_policy(figures: Mapping[str, float], keep: str) -> float:
