@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import optuna
+import pytest
 
 from packages.autotune.tests.tuner_spaces import points, problem, strategy
 from piper_autotune import tune
+from piper_autotune.searching import search
 from piper_autotune.searching.sampler import START, GuidedSampler
 from piper_compiler import Strategy
 
@@ -30,26 +32,27 @@ def test_half_of_the_trials_are_starts_and_the_others_come_in_between() -> None:
 
 
 class Kinds(Begun):
-    """The same space, with one start that is unlike the others, behind all that a search has time for."""
+    """The same space with more starts; the last ones, behind all that a search has time for, are each of its kind."""
 
     starts = (*Begun.starts, *tuple(points())[20:])
+    unlike = starts[-10:]
 
-    def kind(self, start: Any) -> bool:
-        return bool(start == self.starts[self.unlike])
-
-    def __init__(self, unlike: int) -> None:
-        self.unlike = unlike
+    def kind(self, start: Any) -> int:
+        return self.unlike.index(start) if start in self.unlike else -1
 
 
-def test_a_kind_without_a_start_has_one_among_the_last_trials() -> None:
+def test_every_second_start_and_the_last_trials_are_of_new_kinds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A mesh that looks slow may come behind all the starts that a search has time for."""
-    usual, searched = (
-        [dict(row.params) for row in tune(problem(), Kinds(unlike), trials=12, workers=0).rows]
-        for unlike in (0, -1)
-    )
-    at = searched.index(Kinds.starts[-1])
-    assert Kinds.starts[-1] not in usual[: at + 1]
-    assert searched[:at] == usual[:at] and at >= 10, "the search is the same up to then"
+
+    def searched() -> list[dict[str, Any]]:
+        return [dict(row.params) for row in tune(problem(), Kinds(), trials=12, workers=0).rows]
+
+    first, unlike = Kinds.starts, Kinds.unlike
+    assert searched()[:6] == [first[0], unlike[0], first[1], unlike[1], first[2], unlike[2]]
+    monkeypatch.setattr(search, "LAST", 1)  # all trials are the last ones
+    assert searched()[:6] == [first[0], *unlike[:5]]
 
 
 def test_numbers_without_steps_keep_their_values_while_others_have_neighbours() -> None:

@@ -229,14 +229,16 @@ class StrategySearch:
     def _next_start(self) -> Mapping[str, Any] | None:
         """Return the start to try next; None if it is the sampler's turn.
 
-        The last trials go to starts of a kind of which none was tried, so that each kind has an answer.
+        Every second start, and each one in the last trials, is of a kind of which none was tried, as long as there is
+        one: the first starts are often alike, and each kind shall have an answer.
         """
-        if LAST * (self.trials - self._spent) <= self.trials:
-            new = (start for start in self._starts if self.kind(start) not in self._kinds)
-            if (start := next(new, None)) is not None:
-                return start
-        turn = 2 * self._spent < self.trials or self._asked % BETWEEN == 0
-        return self._starts[0] if self._starts and turn else None
+        new = next((start for start in self._starts if self.kind(start) not in self._kinds), None)
+        last = LAST * (self.trials - self._spent) <= self.trials
+        if last and new is not None:
+            return new
+        if not self._starts or not (2 * self._spent < self.trials or self._asked % BETWEEN == 0):
+            return None
+        return self._starts[0] if new is None or self._asked % 2 else new
 
     def _failed(self, trial: Any, reason: str, kind: str) -> bool:
         """Record that the function gave no strategy, and return whether that is new: the same values do so again."""
