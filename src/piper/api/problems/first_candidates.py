@@ -132,20 +132,30 @@ class FirstCandidates:
         """Return the choices with which a mesh makes and gathers as little again as its memory has room for.
 
         The others keep less, policy by policy: an estimate is no bound, and a start that does not fit costs no trial.
-        Stages are interleaved where each device has several, since their bubbles are shorter.
+        Stages are interleaved where each device has several, since their bubbles are shorter, and microbatches that
+        gather parameters have more rows, if these have room, too.
         """
         whole = self.space.scale.fits_whole(self.space.scale.own(at), self.space.sharing(at))
-        policies = self._policies
-        while len(policies) > 1 and not self._has_room(at, policies[0], whole):
-            policies = policies[1:]
         how = {**self._least(at), **({"zero": 1} if whole else {}), **self._interleaved(at)}
-        return [{**how, "keep": keep} for keep in policies[:-1] or policies]
+        policies = self._with_room(at, self.space.rows[0], whole)
+        made = [{**how, "keep": keep} for keep in policies[:-1] or policies]
+        more = [rows for rows in self.space.rows[1:2] if not self.space.lacking(at, rows)]
+        if how["zero"] == 3 and more:
+            policies = self._with_room(at, more[0], whole)
+            made[:0] = [{**how, "rows": more[0], "keep": keep} for keep in policies[:-1]]
+        return made
 
-    def _has_room(self, at: Mapping[str, Any], keep: str, whole: bool) -> bool:
-        """Return whether a mesh has room for the tensors that a policy keeps, by its sizes."""
-        rows = self.space.rows[0]
-        held = self.space.held_bytes(at, rows, keep=keep, flying=1.0, tiles=1, whole=whole)
-        return held <= ROOM * self.space.scale.memory_bytes
+    def _with_room(self, at: Mapping[str, Any], rows: int, whole: bool) -> tuple[str, ...]:
+        """Return the policies whose tensors a mesh has room for, by its sizes; at least the last one."""
+        policies = self._policies
+        while len(policies) > 1:
+            held = self.space.held_bytes(
+                at, rows, keep=policies[0], flying=1.0, tiles=1, whole=whole
+            )
+            if held <= ROOM * self.space.scale.memory_bytes:
+                break
+            policies = policies[1:]
+        return policies
 
     def _interleaved(self, at: Mapping[str, Any]) -> dict[str, Any]:
         """Return the choice of interleaved stages, as many as divide a device's layers; none without a pipeline."""
