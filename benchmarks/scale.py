@@ -35,18 +35,18 @@ CUT_GOALS = Goal("below", 6.0), Goal("below", 2.0)
 UNCOUNTED = ("import", "verify")
 """The phases that are no part of the sum: `piper simulate` does not verify a plan that it compiled itself."""
 DEADLINE_S = 600.0
-GPT, LLAMA = ("gpt3-175b", 16, 64, 128, "h100x8*128"), "llama3-405b"
+LLAMA = "Llama-3 405B on 16,384 devices"
 CELLS = (
-    ("GPT-3 175B on 1,024 devices", GPT, GOALS),
-    ("Llama-3 405B on 16,384 devices", (LLAMA, 16, 1024, 128, "h100x8*2048"), GOALS),
+    ("GPT-3 175B on 1,024 devices", ("gpt3-175b", 16, 64, 128, "h100x8*128"), GOALS),
+    (LLAMA, ("llama3-405b", 16, 1024, 128, "h100x8*2048"), GOALS),
     (
-        "Llama-3 405B on 16,384 devices, tp=8, cp=2",
-        (LLAMA, 16, 64, 128, "h100x8*2048", 0, 25, 8, 2),
+        f"{LLAMA}, tp=8, cp=2",
+        ("llama3-405b", 16, 64, 128, "h100x8*2048", 0, 25, 8, 2),
         CUT_GOALS,
     ),
     (
-        "Llama-3 405B on 16,384 devices, zero=3, buckets of 25 MiB",
-        (LLAMA, 16, 1024, 128, "h100x8*2048", 3),
+        f"{LLAMA}, zero=3, buckets of 25 MiB",
+        ("llama3-405b", 16, 1024, 128, "h100x8*2048", 3),
         SHARED_GOALS,
     ),
 )

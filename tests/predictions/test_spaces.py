@@ -358,6 +358,9 @@ def test_estimates_know_what_leaves_a_node() -> None:
     tokens = replace(scale, parameters=0, width=1, tokens=1, chosen=3)
     each = 8 * 2
     assert seconds(tokens, ep=1) == 0.0
+    wide = {"tp": 8, "cp": 2, "ep": 1}
+    assert seconds(tokens, **wide) == seconds(replace(tokens, chosen=1), **wide) > 0
+    assert seconds(tokens, cp=2, ep=8) > seconds(tokens, cp=2, ep=4), "four of eight share a node"
     assert seconds(tokens, ep=4) == pytest.approx(each * 3 * (3 / 4) / 9)
     assert seconds(tokens, ep=16) == pytest.approx(each * (3 * (1 / 2 - 1 / 16) / 9 + 1))
     assert seconds(tokens, ep=32) == pytest.approx(

@@ -131,7 +131,7 @@ class FirstCandidates:
     def _roomy(self, at: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the choices with which a mesh makes and gathers as little again as its memory has room for.
 
-        The others keep less, policy by policy: an estimate is no bound, and a start that does not fit costs no trial.
+        The others keep less, policy by policy: the estimate of memory is no bound.
         Stages are interleaved where each device has several, since their bubbles are shorter, and microbatches that
         gather parameters have more rows, if these have room, too.
         """

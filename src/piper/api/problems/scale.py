@@ -185,10 +185,10 @@ class Scale:
         Each device sends tokens to other nodes over its own link, a token once to each of them. Devices that cut
         experts have each other's tokens, too.
         """
-        near = min(1.0, self.per_node / (apart * ep))
-        nodes = max(1, apart * ep // self.per_node)
-        within = self.chosen * (max(0.0, near - 1 / ep) + cut - 1)
-        return within / self.inside + min(self.chosen * (1 - near), nodes - 1) / self.between
+        near = min(ep, max(1, self.per_node // apart))  # of these devices, as many share a node
+        within = self.chosen * ((near - 1) / ep + cut - 1)
+        outside = min(self.chosen * (1 - near / ep), ep // near - 1)
+        return within / self.inside + outside / self.between
 
     def _rate(self, spanned: int, apart: int = 1) -> float:
         """Return bytes/s of each device in a group that spans so many devices, with every `apart`-th of them.
