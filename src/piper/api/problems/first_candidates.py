@@ -49,10 +49,11 @@ class FirstCandidates:
         """
         sizes = list(map(self._folded, self._cells()))
         cells = [self._least(at) for at in sizes]
-        ranked = sorted(map(self._roomy, sizes), key=lambda keeping: self._step_s(keeping[-1]))
+        # compared by the last policy of each mesh: how much more fits is a rough estimate
+        ranked = sorted(map(self._roomy, sizes), key=lambda starts: self._step_s(starts[-1]))
         roomy: list[dict[str, Any]] = []
         for tp in self.space.sizes["tp"]:
-            own = [keeping for keeping in ranked if keeping[0]["tp"] == tp]
+            own = [starts for starts in ranked if starts[0]["tp"] == tp]
             exchanged = [{**one, "attention": "heads"} for one, *_ in own if one["cp"] > 1]
             roomy += [*chain.from_iterable(own[:ROOMY]), *exchanged[:1]]
         made = [*self.published(cells), *cells, *roomy]

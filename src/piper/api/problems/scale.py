@@ -173,6 +173,7 @@ class Scale:
         moved = self.own(choices) * (
             GATHERED_BYTES * microbatches if choices["zero"] == 3 else UPDATED_BYTES
         )
+        # between two devices with the same parameters lie all that have other ones, if experts have most of them
         apart = tp * ep * cut * (cp if choices.get("fold", False) else 1)
         states_s = moved / self._rate(devices // pp, apart) if devices // pp > apart else 0.0
         hidden_s = HIDDEN * compute_s if choices["zero"] == 3 else 0.0
