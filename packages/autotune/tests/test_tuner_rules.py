@@ -280,6 +280,22 @@ def test_what_is_in_flight_is_read_from_the_order() -> None:
     )
 
 
+def test_all_stages_of_a_device_count_at_one_moment() -> None:
+    """Interleaved stages hold 2(p - 1 - r) + (v - 1)p + 1 activations on device r (Narayanan et al. 2021)."""
+    pp, chunks, m = 4, 3, 12
+    made = synthetic(stages=pp * chunks, F=2, I=2, W=2, activation=10)
+    found = Sketches(of := TuningProblem(made), Programs(of, None))
+    sketch = found.sketch(
+        Strategy(Mesh(pp=pp), recipes.interleaved(pp=pp, microbatches=m, chunks=chunks))
+    )
+    assert sketch is not None
+    most = dict[str, int]()
+    for role, groups in sketch.moments:
+        most[role] = max(most.get(role, 0), sum(n for _, n in groups))
+    assert most == {f"pp{r}": 2 * (pp - 1 - r) + (chunks - 1) * pp + 1 for r in range(pp)}
+    assert found.filled_bytes(sketch, 1)["pp0"][0] >= 10 * most["pp0"]
+
+
 def test_the_mesh_and_the_batch_are_checked_first() -> None:
     cluster = load_cluster("h100x2")
     wide = Strategy(Mesh(pp=4), recipes.gpipe(pp=4, microbatches=2))

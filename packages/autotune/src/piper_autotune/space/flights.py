@@ -9,8 +9,12 @@ from piper_compiler import directives
 from piper_ir.graph.graph import Graph
 from piper_ir.ground.select import Where
 
-ChunkGroup = tuple[str, tuple[str, ...], int]
-"""A role, some of its chunks, and how many microbatches of all of them are in flight at one moment, at least."""
+NamedCoords = tuple[tuple[str, int | str], ...]
+"""The coordinates of a chunk that orders name."""
+ChunkGroup = tuple[tuple[str, ...], int]
+"""The ids of chunks, and how many microbatches of all of them are in flight at one moment, at least."""
+FullMoment = tuple[str, tuple[ChunkGroup, ...]]
+"""A role, and groups of its chunks whose microbatches are in flight at the same moment."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +31,14 @@ class Flight:
     where: tuple[int, ...] = ()
 
 
-def chunk_groups(
+def full_moments(
     graph: Graph,
     roles: Mapping[str, Iterable[str]],
     orders: Sequence[directives.Ordered],
     *,
     weights: bool = False,
-) -> tuple[ChunkGroup, ...]:
-    """Return the chunks of each role whose microbatches are in flight at the same moment, with how many are.
+) -> tuple[FullMoment, ...]:
+    """Return the fullest moments of each role: of chunks that are alike in the orders, and of all that are in an order.
 
     With `weights` it is the microbatches whose weight gradient waits that count, and chunks without any are left out.
     """
@@ -42,18 +46,26 @@ def chunk_groups(
         {name for o in orders for s in o.selections for name, _ in s.terms} - {"phase", "mb"}
     )
     least = Flight(0) if weights else Flight()
-    moments = [_moments(order, weights=weights) for order in orders]
-    flights: dict[tuple[int | str | None, ...], Flight] = {}
-    groups: dict[tuple[str, Flight], list[str]] = {}
+    by_order = [_moments(order, weights=weights) for order in orders]
+    flights: dict[NamedCoords, Flight] = {}
+    alike: dict[tuple[str, Flight], list[str]] = {}
+    every: dict[str, dict[NamedCoords, list[str]]] = {}
     for role, chunks in roles.items():
         for id in chunks:
             coords = graph.compute(id, "F")[0].coords
-            key = tuple([coords.get(name) for name in used])
+            key = tuple([(name, coords[name]) for name in used if name in coords])
             if key not in flights:
-                found = [_fullest(each, coords, weights=weights) for each in moments]
+                found = [_fullest(each, coords, weights=weights) for each in by_order]
                 flights[key] = max([least, *found], key=lambda f: f.most)
-            groups.setdefault((role, flights[key]), []).append(id)
-    return tuple((role, tuple(ids), f.most) for (role, f), ids in groups.items() if f.most)
+            alike.setdefault((role, flights[key]), []).append(id)
+            every.setdefault(role, {}).setdefault(key, []).append(id)
+    own = tuple((role, ((tuple(ids), f.most),)) for (role, f), ids in alike.items() if f.most)
+    return own + tuple(
+        (role, together)
+        for role, groups in every.items()
+        for moments in by_order
+        if len(together := _together(moments, groups, weights=weights)) > 1
+    )
 
 
 def in_flight(
@@ -93,16 +105,46 @@ def _phases(weights: bool) -> tuple[str, ...]:
 def _fullest(
     moments: Mapping[Where, Iterable[OrderEvent]], coords: Mapping[str, int | str], *, weights: bool
 ) -> Flight:
-    _, *closes = _phases(weights)
-    at = [m for rest, those in moments.items() if rest.matches(coords) for m in those]
-    begun = {mb for *_, mb, phase in at if phase in closes}
-    opened: set[int] = set()
-    most = 0
-    for _, opening, _, mb, _ in sorted(at):
-        if opening and mb in begun:
-            opened.add(mb)
-            most = max(most, len(opened))
-        elif not opening:
-            opened.discard(mb)
-            begun.discard(mb)  # what comes after its end opens nothing
+    at = _events(moments, coords)
+    (most,) = _most(at=[at], sizes=[1], weights=weights)
     return Flight(most, (id(moments), *sorted(place for _, _, place, _, _ in at)))
+
+
+def _together(
+    moments: Mapping[Where, Iterable[OrderEvent]],
+    groups: Mapping[NamedCoords, Sequence[str]],
+    *,
+    weights: bool,
+) -> tuple[ChunkGroup, ...]:
+    """Return the groups of a role in flight at the moment when most chunks are, each with its microbatches."""
+    at = [_events(moments, dict(key)) for key in groups]
+    counts = _most(at, list(map(len, groups.values())), weights=weights)
+    return tuple((tuple(ids), n) for ids, n in zip(groups.values(), counts, strict=True) if n)
+
+
+def _events(
+    moments: Mapping[Where, Iterable[OrderEvent]], coords: Mapping[str, int | str]
+) -> list[OrderEvent]:
+    return [m for rest, those in moments.items() if rest.matches(coords) for m in those]
+
+
+def _most(
+    at: Sequence[Sequence[OrderEvent]], sizes: Sequence[int], *, weights: bool
+) -> tuple[int, ...]:
+    """Return how many of each group are in flight when the sum of them, times the sizes of the groups, is largest."""
+    _, *closes = _phases(weights)
+    begun = [{mb for *_, mb, phase in events if phase in closes} for events in at]
+    opened: list[set[int]] = [set() for _ in at]
+    total, most, fullest = 0, 0, (0,) * len(at)
+    # in an item of an order, what closes comes first: its steps may run in any order
+    for (_, opening, _, mb, _), group in sorted((e, k) for k, own in enumerate(at) for e in own):
+        before = len(opened[group])
+        if not opening:
+            opened[group].discard(mb)
+            begun[group].discard(mb)  # what comes after its end opens nothing
+        elif mb in begun[group]:
+            opened[group].add(mb)
+        total += sizes[group] * (len(opened[group]) - before)
+        if total > most:
+            most, fullest = total, tuple(map(len, opened))
+    return fullest

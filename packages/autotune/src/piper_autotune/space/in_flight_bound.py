@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from piper_autotune.space.flights import ChunkGroup
 from piper_autotune.space.whole_buckets import WholeBuckets
 from piper_compiler import AGAIN, steps_of
 from piper_ir.graph.graph import Graph, Node
@@ -58,7 +59,7 @@ class ChunkRun:
 
 
 class FullestMoment:
-    """Find the bytes at the fullest moment of chunks on one role, `most` microbatches of which are in flight.
+    """Find the bytes at the fullest moment of groups of chunks on one role, by how many microbatches are in flight.
 
     `chunks` are the variants by name, for microbatches of `rows` rows.
     """
@@ -68,23 +69,33 @@ class FullestMoment:
     ) -> None:
         self._graph, self._buckets, self._chunks, self._rows = graph, buckets, chunks, rows
 
-    def bytes_of(self, ids: Iterable[str], most: int) -> int:
+    def bytes_of(self, groups: Iterable[ChunkGroup]) -> int:
         """Return a lower bound of the bytes beside states: saved tensors, values between chunks, and whole buckets."""
-        runs = [run for id in ids if (run := self._run(id)).backward]
+        runs = [([run for id in ids if (run := self._run(id)).backward], n) for ids, n in groups]
+        runs = [(own, most) for own, most in runs if own]
         if not runs:
             return 0
-        values = {
-            value: self._size(run.chunk, port) for run in runs for value, port in run.kept.items()
-        }
-        filled = most * (
-            sum(values.values()) + sum([saved_bytes(run.chunk, self._rows) for run in runs])
+        values: dict[
+            str, int
+        ] = {}  # one that two groups read is there as long as the longer of them
+        for own, most in runs:
+            for run in own:
+                for value, port in run.kept.items():
+                    filled = most * self._size(run.chunk, port)
+                    values[value] = max(values.get(value, 0), filled)
+        saved = sum(
+            most * sum([saved_bytes(run.chunk, self._rows) for run in own]) for own, most in runs
         )
-        return filled + max(self._last_forward(runs), self._first_backward(runs))
+        last = min(self._last_forward(own) for own, _ in runs)
+        first = min(self._first_backward(own) for own, _ in runs)
+        return sum(values.values()) + saved + max(last, first)
 
-    def bytes_for_weights(self, ids: Iterable[str], most: int) -> int:
+    def bytes_for_weights(self, groups: Iterable[ChunkGroup]) -> int:
         """Return the bytes that the weight gradients of so many microbatches wait with, beside states."""
-        chunks = [self._run(id).chunk for id in ids]
-        return most * sum([saved_bytes(chunk, self._rows, weights=True) for chunk in chunks])
+        return sum(
+            most * sum([saved_bytes(self._run(id).chunk, self._rows, weights=True) for id in ids])
+            for ids, most in groups
+        )
 
     def _run(self, id: str) -> ChunkRun:
         forward = self._graph.compute(id, "F")[0]

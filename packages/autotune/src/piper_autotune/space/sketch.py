@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from piper_autotune.space.flights import ChunkGroup, chunk_groups
+from piper_autotune.space.flights import FullMoment, full_moments
 from piper_autotune.space.in_flight_bound import FullestMoment
 from piper_autotune.space.pipeline_bound import MicrobatchPaths
 from piper_autotune.space.problem import Programs, TuningProblem, Wanted, bare_plan, wanted_by
@@ -75,14 +75,14 @@ class Sketch:
     away: bool = field(kw_only=True)
 
     @cached_property
-    def groups(self) -> tuple[ChunkGroup, ...]:
-        """Return the chunks of a role that are run in one order."""
-        return chunk_groups(self.graph, self.roles, self.orders)
+    def moments(self) -> tuple[FullMoment, ...]:
+        """Return the moments at which most microbatches of a role's chunks are in flight."""
+        return full_moments(self.graph, self.roles, self.orders)
 
     @cached_property
-    def weight_groups(self) -> tuple[ChunkGroup, ...]:
-        """Return the chunks whose weight gradients wait, with how many microbatches wait for them at one moment."""
-        return chunk_groups(self.graph, self.roles, self.orders, weights=True)
+    def weight_moments(self) -> tuple[FullMoment, ...]:
+        """Return the moments at which most weight gradients of a role's chunks wait."""
+        return full_moments(self.graph, self.roles, self.orders, weights=True)
 
     @cached_property
     def buckets(self) -> WholeBuckets:
@@ -247,13 +247,13 @@ class Sketches:
             return {}
         moment = FullestMoment(sketch.graph, sketch.buckets, chunks, rows)
         kept, filled = self.state_bytes(sketch), dict[str, tuple[int, int]]()
-        for role, ids, most in sketch.groups:
-            filled[role] = max(
-                filled.get(role, (0, 0)), (kept[role] + moment.bytes_of(ids, most), most)
-            )
-        for role, ids, most in sketch.weight_groups:
-            waiting = kept[role] + moment.bytes_for_weights(ids, most), most
-            filled[role] = max(filled.get(role, (0, 0)), waiting)
+        for moments, bytes_of in (
+            (sketch.moments, moment.bytes_of),
+            (sketch.weight_moments, moment.bytes_for_weights),
+        ):
+            for role, groups in moments:
+                found = kept[role] + bytes_of(groups), sum(most for _, most in groups)
+                filled[role] = max(filled.get(role, (0, 0)), found)
         return filled
 
     def on_device(self, sketch: Sketch, nbytes: int, role: str) -> int:
