@@ -76,6 +76,18 @@ def test_a_job_is_captured_once_and_its_candidates_score_as_simulate_says(
         )
 
 
+def test_the_best_has_the_interval_that_simulate_says() -> None:
+    """Every step of the small model waits for its host, so that the stack's own width is too narrow."""
+    cluster = load_cluster("a100x8@ampere-torch")
+    study = piper.tune(job(), strategy, cluster=cluster, trials=4, workers=0)
+    best, plan = study.best_row, piper.compile(job(), study.best).plan
+    interval = piper.simulate(plan, cluster).interval
+    assert best is not None and best.period_s is not None and interval is not None
+    assert (best.low_s, best.high_s) == pytest.approx((interval.low, interval.high))
+    assert interval.high / best.period_s > 1.2 * (1 + study.interval_share)
+    assert interval.range_text in study.interval_text()
+
+
 def test_workers_of_a_job_score_alike_without_torch() -> None:
     problem, more = tuning.problem_of(job(), tuning.Conditions(cpu_local()))
     pool = Processes(problem, Programs(problem, more["at_rows"]), 1, 60.0, more["modules"])

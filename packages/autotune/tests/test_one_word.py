@@ -189,6 +189,9 @@ def test_candidates_within_the_interval_of_the_best_are_counted() -> None:
     assert "best 1 s (909.1 ms to 1.1 s: 80 % of published runs of hopper-nemo" in text
     assert "1 other candidate is within it" in text
     assert "no other candidate" in interval_text(rows, rows[0], 0.05, "")
+    waiting = replace(rows[0], low_s=0.7, high_s=1.4)
+    text = interval_text([waiting, *rows[1:]], waiting, 0.1, "hopper-nemo")
+    assert "best 1 s (700 ms to 1.4 s" in text and "2 other candidates are within it" in text
     assert interval_text(rows, rows[0], 0.0, "") == "", "durations are given"
     measured = replace(rows[0], measured_period_s=1.0)
     assert interval_text(rows, measured, 0.1, "") == ""

@@ -3,8 +3,7 @@
 Its width is `Stack.seen` of a stack whose constants are of the cluster's devices, else UNSEEN: estimates from residuals
 of published runs. A step that waits for its host is less certain, because the time of a launch differs between models
 by more than that of a product: there the interval also holds the steps with slower and quicker launches. `piper
-simulate`, `plan`, `accuracy` and reports show this interval, and `piper accuracy` how many runs are inside; `tune`
-compares candidates by the width of the stack alone.
+simulate`, `tune`, `plan`, `accuracy` and reports show this interval, and `piper accuracy` how many runs are inside.
 """
 
 from __future__ import annotations

@@ -93,18 +93,18 @@ class Scale:
         device, links = cluster.device, cluster.network.links[0]
         chosen = _chosen(traced)
         return cls(
-            sum(map(prod, shapes)),
-            _active(shapes, chosen),
-            max(dims, default=1),
-            dims.most_common(1)[0][0] if dims else 1,
-            tokens,
-            min(kind.device.memory_bytes for kind in cluster.kinds),
-            device.peak("bfloat16") * device.matmul_fraction,
-            links.intra_bandwidth,
-            links.inter_bandwidth,
-            cluster.per_node,
-            max(1, chosen),
-            traced.dropless,
+            parameters=sum(map(prod, shapes)),
+            active=_active(shapes, chosen),
+            classes=max(dims, default=1),
+            width=dims.most_common(1)[0][0] if dims else 1,
+            tokens=tokens,
+            memory_bytes=min(kind.device.memory_bytes for kind in cluster.kinds),
+            flops=device.peak("bfloat16") * device.matmul_fraction,
+            inside=links.intra_bandwidth,
+            between=links.inter_bandwidth,
+            per_node=cluster.per_node,
+            chosen=max(1, chosen),
+            dropless=traced.dropless,
         )
 
     def own(self, at: Mapping[str, Any]) -> float:

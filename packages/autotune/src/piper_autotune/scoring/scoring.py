@@ -35,6 +35,8 @@ from piper_simulator import (
     SHOWN,
     Cluster,
     Device,
+    DeviceModel,
+    RunsInterval,
     device_memory,
     load_of,
     model_for,
@@ -57,6 +59,8 @@ class Scored:
     source: Literal["sweep", "engine"]
     reason: str = ""
     notes: tuple[str, ...] = ()
+    low_s: float | None = None
+    high_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -172,11 +176,14 @@ def _of_plan(problem: TuningProblem, lowered: Lowered, engine: bool) -> Scored |
         return Refused("illegal", problem.one_role)
     cluster = problem.cluster
     notes: tuple[str, ...] = ()
+    interval: RunsInterval | None = None
     if engine:
         simulation = simulate(
             plan, cluster, costs=problem.costs, model=problem.model, load=problem.load
         )
         period_s, step_s, notes = simulation.period_s, simulation.step_s, simulation.notes
+        if problem.model is DeviceModel:  # whose figures published runs were compared with
+            interval = simulation.interval
     else:
         under = None if problem.load is None else load_of(plan, problem.load)
         factory = problem.model if under is None else under_load(problem.model, under.loads)
@@ -197,7 +204,15 @@ def _of_plan(problem: TuningProblem, lowered: Lowered, engine: bool) -> Scored |
     reason = _reason(*max(usages, key=lambda h: h[0] - (h[3] or 0)))
     peak_bytes = max(role.peak_bytes for role in plan.roles)
     return Scored(
-        period_s, step_s, peak_bytes, most, "engine" if engine else "sweep", reason, notes
+        period_s,
+        step_s,
+        peak_bytes,
+        most,
+        "engine" if engine else "sweep",
+        reason,
+        notes,
+        None if interval is None else interval.low,
+        None if interval is None else interval.high,
     )
 
 

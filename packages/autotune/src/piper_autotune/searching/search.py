@@ -388,6 +388,8 @@ def _scored(row: Row, found: Scored) -> Row:
         device_bytes=found.device_bytes,
         source=found.source,
         notes=found.notes,
+        low_s=found.low_s,
+        high_s=found.high_s,
     )
     return (
         replace(row, state="rejected", reason=found.reason, kind="memory") if found.reason else row

@@ -36,6 +36,8 @@ class Row:
         error: predicted over measured period, less 1.
         notes: remarks on the durations that the engine used, as in `Simulation.notes`; the sweep, which scores many
             candidates, has none.
+        low_s: the lower end of the interval in which 80 % of published runs fall, if the engine gave the times.
+        high_s: the upper end of that interval.
         value: the value that the search minimises, if that is not the period: device-seconds or dollars per token.
     """
 
@@ -53,6 +55,8 @@ class Row:
     measured_peak_bytes: int | None = None
     error: float | None = None
     notes: tuple[str, ...] = ()
+    low_s: float | None = None
+    high_s: float | None = None
     value: float | None = None
 
     def as_dict(self) -> dict[str, Any]:

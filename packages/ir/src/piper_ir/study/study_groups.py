@@ -98,29 +98,33 @@ def interval_text(rows: Sequence[Row], best: Row | None, share: float, stack: st
     Args:
         rows: The candidates.
         best: The best one.
-        share: The share by which 80 % of published runs are at most longer than predicted, `interval_share`.
+        share: The share by which 80 % of published runs are at most longer than predicted, `interval_share`; it holds
+            where the row of the best has no interval of its own.
         stack: Name of the software stack whose runs say so; "" for none.
 
     Returns "" if there is no interval, or the best candidate was measured.
     """
     if not share or best is None or best.period_s is None or best.measured_period_s is not None:
         return ""
-    ends = (time_text(best.period_s / (1 + share)), time_text(best.period_s * (1 + share)))
+    low_s, high_s = best.low_s, best.high_s
+    if low_s is None or high_s is None:
+        low_s, high_s = best.period_s / (1 + share), best.period_s * (1 + share)
     whose = f"published runs of {stack}" if stack else "published runs"
     near = [
         row
         for row in rows
         if row.state == "complete"
         and row.number != best.number
-        and objective_of(row) <= objective_of(best) * (1 + share)
+        and objective_of(row) <= objective_of(best) * high_s / best.period_s
     ]
+    within = f"{time_text(low_s)} to {time_text(high_s)}"
     others = (
         f"{len(near)} other candidate{'s are' if len(near) > 1 else ' is'} within it, so that only a run tells which is "
         f"faster (--confirm)"
         if near
         else "no other candidate is within it"
     )
-    return f"best {time_text(best.period_s)} ({ends[0]} to {ends[1]}: 80 % of {whose} fall inside); {others}"
+    return f"best {time_text(best.period_s)} ({within}: 80 % of {whose} fall inside); {others}"
 
 
 def folded_text(group: FoldedRows) -> str:
