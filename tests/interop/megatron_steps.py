@@ -15,7 +15,8 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import isnan, nan
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import piper
 from piper.cli.loading import load_file
 from piper_interop import Imported, python
 from piper_ir.ground.errors import PiperError
+from piper_simulator import load_cluster
 from tests.interop.megatron_census import attempt, cases, devices
 
 GOLDEN = "golden_values_dev_dgx_h100.json"
@@ -57,13 +59,20 @@ def measured(case: Path) -> Measured | None:
     return Measured(statistics.median(steps[len(steps) // 2 :]), allocated)
 
 
-def predicted(imported: Imported, cluster: str) -> Measured:
-    """Return the same values of an imported job, predicted; raise PiperError if it cannot be planned."""
+def predicted(imported: Imported, cluster: str, grouped: bool = True) -> Measured:
+    """Return the same values of an imported job, predicted; raise PiperError if it cannot be planned.
+
+    Its experts' products are `grouped`, or one by one, without the workspaces of grouped ones.
+    """
+    of = load_cluster(cluster)
+    if not grouped:
+        alone = partial(replace, grouped_workspaces=0.0)
+        of = of.each_device(lambda d: d if d.stack is None else replace(d, stack=alone(d.stack)))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "job.py"
         file.write_text(python(imported.described, "A job"), encoding="utf-8")
         written = load_file(file)
-    simulation = piper.simulate(piper.compile(written.job, written.strategy).plan, cluster)
+    simulation = piper.simulate(piper.compile(written.job, written.strategy).plan, of)
     return Measured(simulation.period_s, simulation.held_bytes[-1])
 
 
@@ -83,7 +92,11 @@ def jobs(
         stack = STACKS["--deterministic-mode" in arguments]
         nodes = f"8*{number // 8}" if number > 8 else str(number)
         try:
-            yield case.parent.name, known, predicted(imported, f"h100x{nodes}@{stack}")
+            yield (
+                case.parent.name,
+                known,
+                predicted(imported, f"h100x{nodes}@{stack}", "--moe-grouped-gemm" in arguments),
+            )
         except PiperError as error:
             yield case.parent.name, known, error
 

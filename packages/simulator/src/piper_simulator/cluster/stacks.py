@@ -95,6 +95,7 @@ class Stack:
         shards: parameters that ranks share in another dtype than their masters are "kept" beside these, or each is
             "cast" where it is gathered (FSDP), so that a rank has the master alone.
         workspaces: bytes that its libraries of matrix products hold at all times.
+        grouped_workspaces: further bytes that they hold where a device has grouped products of experts.
         reserved: bytes that its allocator reserves, over the allocated ones; 0 as the device's file says.
         seen: half of the width of the interval in which 80 % of the published runs of this stack fall, as a share.
         constants: the constants by name.
@@ -135,6 +136,7 @@ class Stack:
     holds: tuple[Annotated[str, one_of(*HELD)], ...] = ()
     shards: Literal["kept", "cast"] = "kept"
     workspaces: NotNegative = 0.0
+    grouped_workspaces: NotNegative = 0.0
     reserved: NotNegative = 0.0
     seen: NotNegative = 0.0
     constants: Mapping[str, StackConstant] = field(default_factory=dict)

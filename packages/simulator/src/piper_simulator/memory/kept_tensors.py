@@ -2,8 +2,9 @@
 
 A plan has places for `bound` times the mean rows of dropless experts, and keeps the experts' results for the gradient
 of the router's shares. Megatron-Core allocates for the rows that came (`Stack.places`), and since 0.13 multiplies
-shares into the experts' activation, so that no backward reads a result (`Stack.shares`). Rows are counted as if experts
-were chosen equally often. Of activations that its kernels make again (`Stack.remakes`), none is kept. Temporaries
+shares into the experts' activation, so that no backward reads a result (`Stack.shares`). If no kernel makes both, as
+for experts with GELU, the activation is kept beside this product. Rows are counted as if experts were chosen equally
+often. Of activations that its kernels make again (`Stack.remakes`), none is kept. Temporaries
 inside of a step are counted as in the plan.
 """
 
@@ -42,7 +43,7 @@ def kept_by(stack: Stack | None, plan: Plan, role: RolePlan) -> RolePlan:
 def _sizes(stack: Stack, chunk: Chunk) -> dict[str, int]:
     """Return the size along the first dimension of each port of a chunk that a stack keeps otherwise."""
     results = _results(chunk) if stack.shares == "activation" else ""
-    sizes = {results: 0} if results else {}
+    sizes = {results: _weighted(stack, chunk, results)} if results else {}
     for op in stack.remakes:
         sizes |= dict.fromkeys(_activations(chunk, op, sizes), 0)
     region = chunk.steps["F"].experts
@@ -79,6 +80,19 @@ def _results(chunk: Chunk) -> str:
         if found:
             return max(found, key=found.__getitem__)
     return ""
+
+
+def _weighted(stack: Stack, chunk: Chunk, results: str) -> int:
+    """Return the size along the first dimension of the results that has the bytes of the activation which is kept.
+
+    It is the one [rows, width of an expert] that shares are multiplied into; 0 if one kernel makes it and the product.
+    """
+    forward = chunk.steps["F"].cost.kernels
+    if any(k.op in stack.remakes for k in forward):
+        return 0
+    rows, width = (bind(size, 0) for size in chunk.ports[results].shape)
+    inner = [bind(k.dims[2], 0) for k in forward if k.rows_dim == 0 and bind(k.dims[1], 0) == width]
+    return rows * min(inner, default=0) // width
 
 
 def _activations(chunk: Chunk, op: str, others: Collection[str]) -> list[str]:

@@ -1,8 +1,8 @@
 """Count the memory that is held beside a plan's tensors: a software stack's buffers, and the pool of a CUDA graph.
 
-The stack says which buffers it has (`Stack.holds`, `Stack.workspaces`, `Stack.loss_keeps`), and which tensors it
-keeps in another size than the plan (`kept_tensors`), so that the bytes beside can be negative. The tensors of a CUDA
-graph are in a pool of its own, as large as the peak of its instructions, which end before the update
+The stack says which buffers it has (`Stack.holds`, `Stack.workspaces`, `Stack.grouped_workspaces`, `Stack.loss_keeps`),
+and which tensors it keeps in another size than the plan (`kept_tensors`), so that the bytes beside can be negative. The
+tensors of a CUDA graph are in a pool of its own, as large as the peak of its instructions, which end before the update
 (`piper_runtime.engine.cuda_graphs`). So temporaries of the update come on top of that peak.
 """
 
@@ -38,16 +38,13 @@ class HeldBeside:
     def _buffers(self, stack: Stack) -> int:
         """Return the bytes of the buffers that live through the step, less shards that the plan alone keeps."""
         less = _cast_shards(self._plan, self._role) if stack.shards == "cast" else 0
-        if not stack.holds:
-            return round(stack.workspaces) - less
         own = {op.variant for op in self._role.table.ops if isinstance(op, Compute)}
         chunks = [c for c in (*self._plan.chunks, *self._plan.variants) if c.variant in own]
-        scores = [
-            bind(k.bytes, 0) // 2  # a softmax reads and writes them
-            for chunk in chunks
-            for k in chunk.steps["F"].cost.kernels
-            if k.op == "_softmax"
-        ]
+        forward = [k for chunk in chunks for k in chunk.steps["F"].cost.kernels]
+        grouped = any(k.rows_dim is not None for k in forward)
+        libraries = stack.workspaces + (stack.grouped_workspaces if grouped else 0)
+        # a softmax reads and writes them
+        scores = [bind(k.bytes, 0) // 2 for k in forward if k.op == "_softmax"]
         steps = [
             (any(k.kind == "loss" for k in chunk.steps["F"].cost.kernels), chunk.steps["W"].cost)
             for chunk in chunks
@@ -65,7 +62,7 @@ class HeldBeside:
             "head gradient": 4 * head,
             "scores": max(scores, default=0),
         }
-        return round(stack.workspaces) - less + sum(sizes[name] for name in stack.holds)
+        return round(libraries) - less + sum(sizes[name] for name in stack.holds)
 
     def at(self, instr: int, nbytes: int) -> int:
         """Return the bytes beside a moment of the role: an instruction, -1 for the start, and the bytes held there."""
@@ -137,6 +134,7 @@ def software_buffers(plan: Plan, role: RolePlan, stack: Stack | None) -> int:
     other = stack is not None and (
         stack.holds
         or stack.workspaces
+        or stack.grouped_workspaces
         or stack.loss_keeps
         or stack.keeps_otherwise
         or stack.shards == "cast"
