@@ -12,6 +12,7 @@ import pytest
 
 import piper
 from packages.traces.tests.kineto_files import KinetoFile
+from piper_compiler.directives import Directive
 from piper_ir.ground.errors import FormatError
 from piper_ir.plan.plan import Plan
 from piper_ir.program.costs import Origin
@@ -25,14 +26,19 @@ CLUSTER = load_cluster("h100x8")
 ORIGIN = Origin("a device", CLUSTER.name, "trace", "trace", 4, 1, "", "", "", "", 1)
 
 
-@pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan_with(*more: Directive) -> Plan:
     mesh = piper.Mesh(pp=2, dp=2)
     directives = [
         *piper.recipes.one_f_one_b(pp=2, microbatches=2),
+        *more,
         *piper.recipes.data_parallel(over=("dp",), zero=1),
     ]
     return piper.compile(shared_jobs.job("gpt"), piper.Strategy(mesh, directives)).plan
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return plan_with()
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +73,9 @@ def written(
     return paths
 
 
-@pytest.mark.parametrize("slower", [1.0, 3.0])
-def test_costs_of_a_trace_predict_its_step(slower: float, plan: Plan, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("slower", "keep"), [(1.0, "all"), (3.0, "all"), (3.0, "inputs")])
+def test_costs_of_a_trace_predict_its_step(slower: float, keep: str, tmp_path: Path) -> None:
+    plan = plan_with(*([piper.recompute(piper.where(), keep=keep)] if keep != "all" else []))
     on = slow_devices("h100x8")
     predicted = piper.simulate(plan, on, contention=False)
     matched = match_ranges(plan, read_ranks(written(plan, predicted, tmp_path, slower=slower)))

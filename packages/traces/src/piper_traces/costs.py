@@ -50,7 +50,8 @@ def measured_costs(
             continue
         for part, seconds in _shared_out(role, instr, span.end - span.start, model):
             if isinstance(part.op, Compute):
-                key = plan.chunk(part.op.variant).code, part.op.step
+                step = part.op.step
+                key = plan.chunk(part.op.variant).cost_code(step), step
                 steps[key].append(seconds)
                 chunk_of.setdefault(key, part.op.chunk)
             else:
