@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -164,3 +165,36 @@ def test_an_op_that_fails_only_when_it_runs_names_the_users_line() -> None:
             launcher="inline",
             memory=False,
         )
+
+
+class Normed(nn.Module):
+    """A float32 result of a norm and a rotation that bfloat16 has rounded, in which rows may read each other."""
+
+    def __init__(self, centred: bool) -> None:
+        super().__init__()
+        self.first, self.query = (nn.Linear(4 * WIDTH, 4 * WIDTH) for _ in range(2))
+        self.register_buffer("angles", angles(4 * WIDTH // HEADS, 4 * LENGTH), persistent=False)
+        self.centred = centred
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        q = turned(self.query(normed).unflatten(-1, (HEADS, -1)), self.angles).flatten(2)
+        return (x + (q - q.mean(0) if self.centred else q)).float()
+
+
+def test_the_rounding_of_half_precision_is_no_reading_of_other_rows() -> None:
+    def rows_of(step: int, rows: range) -> tuple[Tensor, Tensor]:
+        x = torch.linspace(-1, 1, 8 * 16 * LENGTH * WIDTH).view(8, 4 * LENGTH, 4 * WIDTH)
+        return x[rows.start : rows.stop] + step, x[rows.start : rows.stop]
+
+    half = piper.Precision(params="float32", compute="bfloat16")
+
+    def compiled(centred: bool) -> None:
+        made = piper.Job(lambda: Normed(centred), rows_of, F.mse_loss, sgd, global_batch=8)
+        strategy = piper.Strategy(piper.Mesh(dp=2), piper.recipes.data_parallel())
+        piper.compile(replace(made, precision=half), strategy)
+
+    compiled(centred=False)
+    with pytest.raises(CaptureError, match="combines rows of the batch"):
+        compiled(centred=True)

@@ -24,6 +24,7 @@ from platformdirs import user_cache_path
 import piper
 from piper.api.captures import capturing, installed, kept_captures, package_settings
 from piper.api.captures.installed import InstalledState
+from piper.views.explained.explain import explain
 from piper_capture import StoredCode
 from piper_ir.ground.errors import CaptureError, PiperWarning
 from tests.helpers import expert_loops
@@ -172,7 +173,7 @@ def test_what_was_asked_for_later_is_kept_too(
 def test_kernels_of_inductor_come_from_what_is_kept(
     counted: Mock, again: Callable[[], None]
 ) -> None:
-    """A kept capture has the steps with fusions, and makes them for another number of rows."""
+    """A kept capture has the steps with fusions, and makes them for another number of rows and to be explained."""
     options, found = piper.Options(kernels="inductor"), []
     for asked in ([SPLIT], [SPLIT], [SPLIT, ONE]):
         again()
@@ -182,6 +183,9 @@ def test_kernels_of_inductor_come_from_what_is_kept(
     assert counted.call_count == 2, "the number of rows that is not kept is traced"
     for (_, code), _ in zip(found[2], range(2), strict=True):
         assert any("FUSION" in step.source for step in code.values())
+    again()
+    kept = piper.compile(job(PLAIN), SPLIT, options=options)
+    assert "indexes, which devices can share" in explain(kept)
 
 
 @pytest.mark.long

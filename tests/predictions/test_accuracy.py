@@ -19,7 +19,7 @@ from piper.published import plans
 from piper.published.convert import readings, row
 from piper.published.plans import plan_of, stage_times
 from piper.published.run_cluster import UNNAMED, cluster_of, stack_for
-from piper.published.run_model import model_of
+from piper.published.run_model import is_megatron, model_of
 from piper.published.scoring import RunPrediction, by_model, kendall, percentile, predict, score
 from piper.published.table import PublishedRow, read_row, read_rows, write_rows
 from piper_ir.ground.errors import JobError
@@ -31,6 +31,7 @@ TINY = {
     "kv_heads": "4", "layers": "2", "vocab": "1024", "seq": "256", "hw": "b200-sxm", "gpus": "4",
     "gpus_per_node": "4", "tp": "2", "pp": "1", "vpp": "1", "cp": "1", "dp": "2", "zero": "1",
     "micro_batch": "1", "global_batch": "8", "seq_parallel": "yes", "step_s": "0.01", "peak_gib": "0.1",
+    "recompute": "none", "tied": "no", "dtype": "bf16",
 }  # fmt: skip
 
 
@@ -50,6 +51,8 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PublishedRow:
         ("step_s", "-1", "step_s is '-1'"),
         ("seq_parallel", "true", "seq_parallel is 'true'"),
         ("experts", "8", "experts and top_k are given together"),
+        ("capacity", "2", "capacity is '2', and the row has no experts"),
+        ("vocab", "n/a", "vocab is 'n/a'; an integer of at least 1 is needed, or nothing"),
     ],
 )
 def test_a_field_that_cannot_be_read_is_named(field: str, value: str, said: str) -> None:
@@ -166,6 +169,12 @@ def test_our_own_runs_are_as_they_were_measured_and_as_predicted() -> None:
         ({"gpus": "8"}, "dp x cp x tp x pp is 4"),
         ({"hw": "tpu-v5"}, "no device 'tpu-v5'"),
         ({"experts": "8", "top_k": "2", "ep": "4"}, "ep = 4 does not divide dp = 2"),
+        ({"ffn": "1003"}, "tp = 2 does not divide ffn = 1003"),
+        (
+            {"experts": "8", "top_k": "2", "expert_ffn": "251"},
+            "tp = 2 does not divide expert_ffn = 251",
+        ),
+        ({"pp": "2", "dp": "1"}, "pp = 2, and schedule is none: give 1f1b"),
         (
             {"pp": "4", "vpp": "2", "gpus": "16", "schedule": "interleaved", "layers": "4"},
             "pp x vpp is 8 stages, and 4 layers make at most 6",
@@ -274,11 +283,62 @@ def test_selective_recomputation_is_of_attention_in_megatron_and_of_the_rest_in_
     tiny: PublishedRow,
 ) -> None:
     found = []
-    for source in ("NeMo", "torchtitan"):
-        _, plan = plan_of(replace(tiny, recompute="selective", source=source, stack="hopper-nemo"))
+    for stack in ("hopper-nemo", "hopper-torch"):
+        _, plan = plan_of(replace(tiny, recompute="selective", source="", stack=stack))
         found.append({kernel.op for kernel in plan.variants[0].steps["R"].cost.kernels})
     assert found[0] == {"attention"}
     assert "silu" in found[1] and "attention" not in found[1]
+
+
+@each_case(
+    ("note", "stack", "megatron"),
+    [
+        ("Megatron-LM 0.12", "", True),
+        ("megatron-core", "", True),
+        ("", "hopper-megatron", True),
+        ("", "hopper-nemo on b200-sxm", True),
+        ("torchtitan", "hopper-megatron", True),
+        ("torchtitan, compared with Megatron-LM", "", False),
+        ("TorchTitan, not Megatron", "", False),
+        ("Nemotron by eager FSDP", "", False),
+    ],
+)
+def test_a_row_is_read_as_its_stack_does(note: str, stack: str, megatron: bool) -> None:
+    """Facts follow the stack, whoever named it: words in any case, the column or `--stack`."""
+    alone = {
+        "tp": "1",
+        "dp": "4",
+        "hw": "h100",
+        "zero": "2",
+        "source": "",
+        "recompute": "selective",
+    }
+    read = read_row({**TINY, **alone, "note": note, "stack": stack})
+    assert is_megatron(read) == megatron
+    told = row(replace(read, stack="", note=""), stack=stack or cluster_of(read).device.stack)
+    assert is_megatron(told.row) == megatron
+    assert told.strategy == row(read).strategy and told.job.clip_norm == row(read).job.clip_norm
+
+
+def test_attention_of_a_float16_gpt_is_written_out_in_old_megatron_alone() -> None:
+    half = {
+        **TINY,
+        "arch": "gpt",
+        "dtype": "fp16",
+        "hw": "a100",
+        "tp": "1",
+        "dp": "4",
+        "source": "",
+    }
+    notes = (
+        "Megatron-LM of 2021",
+        "Megatron-LM, --use-flash-attn",
+        "Megatron, no dropout",
+        "eager FSDP",
+    )
+    read = [model_of(read_row({**half, "note": note}))[0] for note in notes]
+    found = [(config.attention, config.dropout) for config in read]
+    assert found == [("math", 0.1), ("fused", 0.1), ("math", 0.0), ("fused", 0.0)]
 
 
 def test_tables_as_spreadsheets_write_them(tmp_path: Path) -> None:
@@ -293,7 +353,7 @@ def test_tables_as_spreadsheets_write_them(tmp_path: Path) -> None:
     assert len(by_model(rows)) == 2 and predict(rows[1]).refused
     file.write_text(file.read_text(encoding="utf-8") + ",,\n" + "x," * 60, encoding="utf-8")
     long = read_rows(file)[2:]
-    assert [row.unread for row in long] == ["line 6: more cells than the 25 columns of the table"]
+    assert [row.unread for row in long] == ["line 6: more cells than the 28 columns of the table"]
 
 
 def test_a_row_with_a_cell_that_cannot_be_read_is_refused_alone(tmp_path: Path) -> None:
@@ -313,9 +373,12 @@ def test_a_row_with_a_cell_that_cannot_be_read_is_refused_alone(tmp_path: Path) 
 
 def test_readings_that_no_device_holds_are_left_out_and_what_was_filled_in_is_said() -> None:
     open_ = {**TINY, "micro_batch": "", "vocab": "", "vpp": "2", "seq": "16384", "layers": "8"}
+    open_ |= {"recompute": "", "block": "Measured"}
     found = predict(read_row({**open_, "global_batch": "64", "tp": "1", "gpus": "2"}))
     assert len(found.seconds) in range(1, 6) and found.peak_gib < 180
+    assert found.row.block == "measured"
     assert found.notes == (
+        "recompute is open, and taken as none",
         "vocab is open, and taken as 32,000",
         "vpp belongs to interleaved schedules, and is not used",
     )
@@ -349,6 +412,10 @@ def test_a_device_without_the_stack_of_a_row_takes_its_facts_and_own_constants()
         ((",", ";"), "separated by ';'"),
         (("case,", " Case,"), "the column ' Case' is called 'case'"),
         ((",zero,", ",Zero,"), "the column 'Zero' is called 'zero'"),
+        (
+            (",recompute,", ",recomputation,"),
+            "'recomputation' is not known, and there is none called 'recompute'",
+        ),
     ],
 )
 def test_columns_that_are_nearly_named(tmp_path: Path, written: tuple[str, str], said: str) -> None:

@@ -11,7 +11,7 @@ from piper.published import plans
 from piper.published.convert import row
 from piper.published.run_cluster import cluster_of
 from piper.published.scoring import predict
-from piper.published.table import PublishedRow, read_rows
+from piper.published.table import PublishedRow, read_row, read_rows
 from piper_simulator import DEVICES
 
 FOLDER = Path(__file__).parents[2] / "benchmarks/published"
@@ -33,6 +33,21 @@ def test_a_note_gives_the_nics_of_a_node_and_says_that_launches_block() -> None:
     assert cluster.device.launch_s == 0
     own = DEVICES["a100-80g-sxm"].device
     assert cluster.device.kernel_s == pytest.approx(own.kernel_s + stack.number["launch_s"])
+
+
+def test_the_four_devices_of_a_node_share_its_nics_where_nvlink_joins_more() -> None:
+    fields = {
+        "case": "a",
+        "arch": "llama",
+        "hw": "gb200",
+        "hidden": "512",
+        "heads": "8",
+        "layers": "2",
+    }
+    fields |= {"seq": "256", "gpus": "144", "tp": "1", "pp": "1", "cp": "1", "dp": "144"}
+    fields |= {"global_batch": "144", "micro_batch": "1", "note": "4 NICs of 400 Gb/s"}
+    cluster = cluster_of(read_row(fields), "")
+    assert (cluster.per_node, cluster.links.inter_bandwidth) == (72, pytest.approx(0.94 * 50e9))
 
 
 @pytest.mark.parametrize(

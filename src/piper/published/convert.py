@@ -6,9 +6,12 @@ none is about a row.
 
     columns              become
     arch, hidden, ...    a DecoderConfig; gpt has biases, GELU, LayerNorm and learned positions
+    stack                the software, whose facts the rules below name: the one given, or the one whose words source
+                         and note have
     dtype = fp16         bfloat16, which has as many bytes, gradients too (Megatron-LM's arguments of 2021 to 2023:
-                         --accumulate-allreduce-grads-in-fp32 is for bf16); of a gpt attention written out with
-                         dropout 0.1 (--attention-dropout and --hidden-dropout are 0.1, --use-flash-attn is off)
+                         --accumulate-allreduce-grads-in-fp32 is for bf16); of a gpt in Megatron attention written out
+                         with dropout 0.1 (--attention-dropout and --hidden-dropout are 0.1), unless the note says
+                         FlashAttention (--use-flash-attn is off by default)
     source has           a gpt with dropout 0.1 outside of attention's kernel
       test_cases/gpt
     vocab                rounded up to a multiple of 128 x tp in Megatron (--make-vocab-size-divisible-by)
@@ -41,9 +44,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from piper import models
-from piper.published.run_cluster import cluster_of
+from piper.published.run_cluster import cluster_of, software_of, words_of
 from piper.published.run_model import VOCAB, capacity_of, is_megatron, is_nanotron, model_of
-from piper.published.table import PublishedRow
+from piper.published.table import DEFAULTS, PublishedRow
 from piper.published.zero_bubble_order import held_bytes, zero_bubble_order
 from piper_compiler import Strategy, partition, recipes, recompute, replicate, shard, split
 from piper_compiler.directives import Directive
@@ -51,6 +54,7 @@ from piper_compiler.directives.partition import Partition
 from piper_ir.ground.errors import JobError
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.select import ANY, where
+from piper_ir.tools import names
 from piper_simulator import ALIASES, Stack
 
 if TYPE_CHECKING:
@@ -128,9 +132,16 @@ def row(
         ClusterError: no such stack.
     """
     cluster = cluster_of(published, stack)
+    software = cluster.device.stack
+    if stack is not None and software is not None:
+        published = replace(published, software=words_of(software))
     microbatches = _microbatches(published)
     config, notes = model_of(published)
     device = cluster.device.name
+    if published.schedule.startswith("zb") and config.attention != "math":
+        notes += (
+            "the order is made for the memory of attention written out, as its software does",
+        )
     if published.hw not in (*ALIASES, device):
         notes += (f"{published.hw} is taken as {device}",)
     job = models.job(
@@ -144,7 +155,6 @@ def row(
     degrees = {"pp": published.pp, "dp": published.dp // published.ep, "ep": published.ep}
     degrees |= {"cp": published.cp, "tp": published.tp}
     mesh = Mesh(tuple((axis, n) for axis, n in degrees.items() if axis != "ep" or n > 1))
-    software = cluster.device.stack
     sharding = _sharding(published, software)
     rest = (
         *_recomputation(published, config, software),
@@ -181,6 +191,9 @@ def readings(published: PublishedRow) -> Iterator[PublishedRow]:
 def notes_on_fields(published: PublishedRow) -> tuple[str, ...]:
     """Return notes on open fields that get one value, since no range is plausible, and on fields taken otherwise."""
     said = []
+    for name in ("zero", "recompute", "tied", "dtype"):
+        if published.fields and not published.fields.get(name):
+            said.append(f"{name} is open, and taken as {DEFAULTS[name]}")
     if published.vocab is None:
         said.append(f"vocab is open, and taken as {VOCAB:,}")
     if published.ffn is None and published.arch == "llama" and published.expert_ffn is None:
@@ -217,6 +230,7 @@ def _precision(published: PublishedRow) -> Any:
     if "parameters in bf16" in published.note:
         return Precision(params="bfloat16")
     narrow = published.dtype == "fp16" or any(w in published.note for w in NARROW_WORDS)
+    narrow = narrow or (is_megatron(published) and names(software_of(published), "NeMo"))
     return Precision(
         params="float32", compute="bfloat16", reduce="bfloat16" if narrow else "float32"
     )
@@ -238,6 +252,15 @@ def _microbatches(published: PublishedRow) -> int:
     if published.heads % published.tp:
         raise JobError(
             f"{published.case}: tp = {published.tp} does not divide {published.heads} heads, so that no device has its part"
+        )
+    for column, width in _cut_widths(published).items():
+        if width % published.tp:
+            raise JobError(
+                f"{published.case}: tp = {published.tp} does not divide {column} = {width}, so that no device has its part"
+            )
+    if published.pp > 1 and published.schedule == "none":
+        raise JobError(
+            f"{published.case}: pp = {published.pp}, and schedule is none: give 1f1b, interleaved, zb1p or zb2p"
         )
     if published.dp % published.ep:
         raise JobError(
@@ -264,6 +287,21 @@ def _microbatches(published: PublishedRow) -> int:
     return published.global_batch // per_step
 
 
+def _cut_widths(published: PublishedRow) -> dict[str, int]:
+    """Return the widths that tp cuts, by the column that says them."""
+    ffn = published.ffn or 4 * published.hidden
+    widths = {"ffn": ffn} if published.experts is None or published.dense_layers else {}
+    if published.experts is not None and _cuts_experts(published):
+        widths["expert_ffn" if published.expert_ffn else "ffn"] = published.expert_ffn or ffn
+    return widths
+
+
+def _cuts_experts(published: PublishedRow) -> bool:
+    """Return whether tp cuts each expert: Megatron's expert_tensor_parallel_size is tp unless the note says "ETP 1"."""
+    beside = published.tp > 1 and published.seq_parallel
+    return beside and is_megatron(published) and "ETP 1" not in published.note
+
+
 def _sharding(published: PublishedRow, stack: Stack | None) -> tuple[Directive, ...]:
     directives: tuple[Directive, ...] = ()
     if published.tp > 1:
@@ -273,9 +311,8 @@ def _sharding(published: PublishedRow, stack: Stack | None) -> tuple[Directive, 
     if published.ep > 1 and capacity_of(published) is not None:
         directives += recipes.expert_parallel()
     elif published.ep > 1:
-        beside_tp = published.tp > 1 and published.seq_parallel
-        cut = beside_tp and is_megatron(published) and "ETP 1" not in published.note
-        joint = beside_tp and not cut
+        cut = _cuts_experts(published)
+        joint = published.tp > 1 and published.seq_parallel and not cut
         joint = joint and (published.experts or 0) % (published.tp * published.ep) == 0
         exact = stack is not None and stack.places == "rows"
         directives += recipes.expert_parallel(

@@ -88,7 +88,7 @@ def fit(rows: Sequence[PublishedRow], stack: Stack, free: Sequence[str], predict
     unknown = [name for name in free if name not in stack.constants]
     if unknown or not free:
         raise JobError(
-            f"--free {', '.join(free)}: the stack {stack.name} has the constants {', '.join(stack.constants)}"
+            f"--free {', '.join(unknown or free)}: the stack {stack.name} has the constants {', '.join(stack.constants)}"
         )
     if fixed := [n for n in free if stack.constants[n].low == stack.constants[n].high]:
         raise JobError(

@@ -25,6 +25,8 @@ from piper_simulator import (
 
 NVLINK_DOMAIN = {"gb200-186g": 72}
 """The devices that NVLink joins, where they are more than a node."""
+TRAY = {"gb200-186g": 4}
+"""The devices of a node in such a domain, which have the NICs."""
 NICS = re.compile(r"(\d+) NICs of (\d+) Gb/s")
 """The words of a note for the NICs of a node."""
 USABLE = 0.94
@@ -61,7 +63,7 @@ def cluster_of(published: PublishedRow, stack: Stack | str | None = None) -> Clu
     cluster = load_cluster(f"{device}:{per_node}*{published.gpus // per_node}")
     if nics := NICS.search(published.note):
         node_rate = int(nics[1]) * int(nics[2]) * 1e9 / 8
-        each = USABLE * node_rate / per_node
+        each = USABLE * node_rate / min(per_node, published.gpus_per_node or TRAY.get(device, 8))
         cluster = cluster.each_links(lambda links: replace(links, inter_bandwidth=each))
     if stack is None:
         stack = published.stack or stack_for(published, device) or borrowed_for(published, device)
@@ -85,6 +87,20 @@ def _device(hw: str) -> str:
         return hw
     begins = [alias for alias in ALIASES if hw == alias or hw.startswith(f"{alias}-")]
     return ALIASES[max(begins, key=len)] if begins else ""
+
+
+def software_of(published: PublishedRow) -> str:
+    """Return name and words of a row's stack, by which the row is read; source and note if its device has no stack."""
+    if published.software:
+        return published.software
+    device = _device(published.hw)
+    stack = published.stack or stack_for(published, device) or borrowed_for(published, device)
+    return words_of(stack_named(stack)) if stack else published.text
+
+
+def words_of(stack: Stack) -> str:
+    """Return name and words of a stack."""
+    return "; ".join((stack.name, *stack.words))
 
 
 def stack_for(published: PublishedRow, device: str) -> str:

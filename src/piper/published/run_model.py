@@ -7,7 +7,9 @@ from functools import cache
 from typing import Any
 
 from piper import models
+from piper.published.run_cluster import software_of
 from piper.published.table import PublishedRow
+from piper_ir.tools import names
 
 VOCAB = 32_000
 """The tokens of a row that leaves its vocab open: that of sentencepiece models, as open Megatron forks train with."""
@@ -17,6 +19,8 @@ LATENT = models.Latent(q_rank=1_536, kv_rank=512, nope_dim=128, rope_dim=64, val
 """The latent attention of DeepSeek-V2 and V3 (arXiv 2405.04434, section 3.1.2), which others took over."""
 GOLDEN = "functional_tests/test_cases/gpt"
 """The tests of Megatron-LM whose models leave --hidden-dropout at 0.1, its default."""
+FLASH_WORDS = ("FlashAttention", "flash-attn")
+"""The words of a note of Megatron in float16 that does not write attention out."""
 MODEL_WORDS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("latent attention", {"latent": LATENT, "kv_heads": None}),
     ("ALiBi", {"positions": "none"}),  # FlashAttention's kernel adds the bias to the scores
@@ -53,15 +57,15 @@ def model_of(published: PublishedRow) -> tuple[models.DecoderConfig, tuple[str, 
     }
     notes = []
     if published.arch == "gpt":
-        written = published.dtype == "fp16"
+        half = published.dtype == "fp16" and is_megatron(published)
+        flash = any(names(published.note, word) for word in FLASH_WORDS)
         fields |= {"activation": "gelu_tanh", "gated": False, "norm": "layernorm"}
         fields |= {"attention_bias": "all", "mlp_bias": True, "positions": "learned"}
-        fields |= {"attention": "math" if written else "fused"}
-        if written:
+        fields |= {"attention": "math" if half and not flash else "fused"}
+        if (half or GOLDEN in published.source) and "no dropout" not in published.note:
             fields["dropout"] = 0.1
-            notes.append("float16 is computed as bfloat16, which has as many bytes")
-        elif GOLDEN in published.source:
-            fields["dropout"] = 0.1
+    if published.dtype == "fp16":
+        notes.append("float16 is computed as bfloat16, which has as many bytes")
     if published.experts is not None:
         hidden = published.expert_ffn or fields["hidden"]
         fields["dense_layers"] = published.dense_layers
@@ -96,14 +100,14 @@ def model_of(published: PublishedRow) -> tuple[models.DecoderConfig, tuple[str, 
 
 def is_nanotron(published: PublishedRow) -> bool:
     """Return whether a run is of nanotron, which pads a vocabulary to a multiple of tp alone."""
-    return "nanotron" in published.text
+    return names(software_of(published), "nanotron")
 
 
 def is_megatron(published: PublishedRow) -> bool:
-    """Return whether a run is of Megatron-LM or of software built on it; float16 rows are, too."""
-    words = ("Megatron", "NeMo", "vTrain", "SC21", "Zero Bubble", "Korthikanti")
-    text = published.text.replace("NVIDIA-NeMo/Automodel", "")  # which is torch's FSDP2
-    return published.dtype == "fp16" or any(word in text for word in words)
+    """Return whether a run is of Megatron-LM or of software built on it, by its stack."""
+    software = software_of(published)
+    words = ("Megatron", "NeMo", "zero-bubble")
+    return any(names(software, w) for w in words) and not names(software, "Automodel")
 
 
 def capacity_of(published: PublishedRow) -> float | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -44,8 +45,12 @@ _OPEN = (
 """The columns of counts that a row may leave open."""
 _FROM_ZERO = ("shared_experts", "dense_layers")
 """The columns of counts that may be 0."""
+_OF_EXPERTS = ("expert_ffn", "shared_experts", "dense_layers", "capacity")
+"""The columns that say something of experts alone."""
 _SECONDS = ("capacity", "step_s", "peak_gib")
 """The columns of numbers that a row may leave open."""
+ALIKE = 0.7
+"""The likeness, as difflib counts it, from which an unknown column is taken for a misspelt one."""
 GIB, GB = 2**30, 10**9
 """The bytes of a GiB, and of a decimal GB."""
 COLUMNS = (
@@ -56,10 +61,11 @@ COLUMNS = (
 )  # fmt: skip
 """The columns of a table; docs/accuracy.md explains each."""
 _NEEDED = ("case", "arch", "hw", *(name for name in _COUNTS if name != "ep"))
-_DEFAULTS = {"block": "measured", "zero": "0", "schedule": "none", "recompute": "none"} | {
+DEFAULTS = {"block": "measured", "zero": "0", "schedule": "none", "recompute": "none"} | {
     "seq_parallel": "no", "tied": "no", "dtype": "bf16", "source": "", "note": "",
     "shared_experts": "0", "dense_layers": "0", "ep": "1",
 }  # fmt: skip
+"""The values of empty cells."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +107,7 @@ class PublishedRow:
         capacity: places of an expert over the tokens that it would get if all got equally many; None is dropless.
         ep: devices that share the experts, a part of the dp replicas.
         stack: name of the software stack, from a column of that name; "" leaves the choice to Piper.
+        software: name and words of the stack that is taken, if `row` was given one; "" for the row's own.
         unread: why a cell cannot be read; all values but case, source and block are then without meaning.
         fields: the row as it stands in the file.
     """
@@ -143,6 +150,7 @@ class PublishedRow:
     capacity: float | None = None
     ep: int = 1
     stack: str = ""
+    software: str = ""
     unread: str = ""
     fields: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -176,7 +184,9 @@ def read_rows(path: Path, only: str = "*") -> list[PublishedRow]:
     except (OSError, UnicodeDecodeError) as error:
         advice = "docs/accuracy.md says how a table of published runs is written"
         raise JobError(unread("the table", path, error, advice)) from None
-    numbered = [(n, x) for n, x in enumerate(lines, 1) if x.strip() and not x.startswith("#")]
+    numbered = [
+        (n, x) for n, x in enumerate(lines, 1) if x.strip() and not x.lstrip().startswith("#")
+    ]
     reader = csv.DictReader([x for _, x in numbered])
     columns = list(reader.fieldnames or ())
     missing = [name for name in _NEEDED if name not in columns]
@@ -188,6 +198,12 @@ def read_rows(path: Path, only: str = "*") -> list[PublishedRow]:
     known = {*COLUMNS, "stack"}
     if near := [(n, as_is) for n, as_is in plain.items() if n in known and as_is not in known]:
         raise JobError(f"{path}: the column {near[0][1]!r} is called {near[0][0]!r}; write it so")
+    for name in known.difference(columns):
+        if close := get_close_matches(name, set(columns) - known, 1, ALIKE):
+            raise JobError(
+                f"{path}: the column {close[0]!r} is not known, and there is none called {name!r}: if it is that, call "
+                f"it so; else add the column {name}, empty if you like"
+            )
     if missing:
         raise JobError(
             f"{path}: the columns {', '.join(missing)} are missing; docs/accuracy.md lists all columns"
@@ -223,7 +239,7 @@ def _unread_row(fields: Mapping[Any, Any], reason: str) -> PublishedRow:
     """Return a row with its names alone."""
     texts = {k: (v or "").strip() for k, v in fields.items() if k is not None}
     names = ("case", "source", "block", "note")
-    values: dict[str, Any] = {k: texts.get(k) or _DEFAULTS.get(k, "") for k in names}
+    values: dict[str, Any] = {k: texts.get(k) or DEFAULTS.get(k, "") for k in names}
     values |= dict.fromkeys(_COUNTS, 1) | dict.fromkeys((*_OPEN, *_SECONDS))
     values |= {"arch": "llama", "hw": "", "tied": False, "zero": 0, "schedule": "none"}
     values |= {"recompute": "none", "seq_parallel": False, "dtype": "bf16"}
@@ -233,8 +249,9 @@ def _unread_row(fields: Mapping[Any, Any], reason: str) -> PublishedRow:
 def read_row(fields: Mapping[str, str | None], where: str = "row") -> PublishedRow:
     """Return a row from its fields as text; raise JobError with `where` and the column."""
     texts = {k: (v or "").strip() for k, v in fields.items() if k is not None}
-    said = {k: texts.get(k) or _DEFAULTS.get(k, "") for k in COLUMNS}
+    said = {k: texts.get(k) or DEFAULTS.get(k, "") for k in COLUMNS}
     said |= {name: said[name].lower() for name in _WORDS}
+    said["block"] = "measured" if said["block"].lower() == "measured" else said["block"]
     said["zero"] = said["zero"].removesuffix(".0")
     for name, words in _WORDS.items():
         if said[name] not in words:
@@ -251,6 +268,11 @@ def read_row(fields: Mapping[str, str | None], where: str = "row") -> PublishedR
     values: dict[str, Any] = {**counts, **open_counts, **numbers, **plain, **flags, **chosen}
     if (values["experts"] is None) != (values["top_k"] is None):
         raise JobError(f"{where}: experts and top_k are given together, or neither")
+    if values["experts"] is None and (of_experts := [n for n in _OF_EXPERTS if values[n]]):
+        name = of_experts[0]
+        raise JobError(
+            f"{where}: {name} is {texts[name]!r}, and the row has no experts: give experts and top_k, or leave it empty"
+        )
     return PublishedRow(
         **values, zero=int(said["zero"]), stack=texts.get("stack", ""), fields=texts
     )
@@ -261,7 +283,8 @@ def _count(text: str, where: str, *, open_: bool, least: int = 1) -> int | None:
         return None
     text = text.removesuffix(".0")  # as a column of integers with empty cells is written by pandas
     if not text.isdecimal() or int(text) < least:
-        raise JobError(f"{where} is {text!r}; an integer of at least {least} is needed")
+        empty = ", or nothing" if open_ else ""
+        raise JobError(f"{where} is {text!r}; an integer of at least {least} is needed{empty}")
     return int(text)
 
 

@@ -214,6 +214,8 @@ def _fitted(a: AccuracyArguments, rows: Sequence[PublishedRow], stack: Stack | N
     """Fit a stack to rows, write it, and print its constants."""
     assert a.fit is not None
     rows, left_out = _to_be_fitted(rows, stack)
+    if not rows:
+        raise JobError(f"--fit: no row of {a.table} can be fitted: {'; '.join(left_out)}")
     names = {s.name for s in (cluster_of(r).device.stack for r in rows) if s is not None}
     if stack is None and len(names) != 1:
         raise JobError(

@@ -267,11 +267,7 @@ class StoredCode(CodeStore):
     def trace(self, code: str, rows: int) -> TracedChunk:
         traced = self._traced.get((code, rows))
         if traced is None:
-            own, steps = self._fused.get(code, (code, ()))
-            store = self._live(own)
-            if steps:
-                store.fused(own, steps)
-            traced = self._traced[code, rows] = store.trace(code, rows)
+            traced = self._traced[code, rows] = self._live(code).trace(code, rows)
         return traced
 
     def _fuse(self, name: str, code: str, steps: tuple[Step, ...]) -> bool:
@@ -279,9 +275,12 @@ class StoredCode(CodeStore):
 
     def _live(self, code: str) -> CodeStore:
         """Return the store of the new capture, which knows this code."""
+        own, steps = self._fused.get(code, (code, ()))
         store = self._again().code
-        if code not in set(store):
-            self._derive(code)
+        if own not in set(store):
+            self._derive(own)
+        if steps:
+            store.fused(own, steps)
         return store
 
     def __iter__(self) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -24,7 +24,9 @@ SEEDS = range(3)
 INTEGERS = 2
 """The integers of a trial are below this, so that they may be labels, places and tokens."""
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""The relative differences that rounding explains; in half precision 0.03."""
+"""The relative differences that rounding explains."""
+HALF, HALVES = 0.03, (torch.bfloat16, torch.float16)
+"""Likewise in half precision."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class RowTrial:
     ) -> None:
         self._first, self._whole, self._second = joints
         self._parts, self._asked = parts, asked
+        self._halves = any(t.dtype in HALVES for t in _values(self._whole))
+        """Whether a value is rounded to half precision, which a result in another dtype shows, too."""
 
     def same(self) -> bool | None:
         """Return whether parts give the same outputs as the whole; None if that cannot be tried."""
@@ -129,20 +133,23 @@ class RowTrial:
     def _equal(self, node: fx.Node, whole: Any, parts: Sequence[Any]) -> bool:
         if not isinstance(whole, Tensor):
             return True
+        rounded = HALF if self._halves else 0.0
         return all(
-            _near(self._part(key_of(node), whole, number), part)
+            _near(self._part(key_of(node), whole, number), part, rounded)
             for number, part in enumerate(parts)
         )
 
 
 def _elements(joint: Joint) -> int:
-    values = [n.meta.get("val") for n in joint.graph.nodes]
-    return sum(
-        t.numel()
-        for v in values
-        for t in (v if isinstance(v, tuple | list) else (v,))
-        if isinstance(t, Tensor)
-    )
+    return sum(t.numel() for t in _values(joint))
+
+
+def _values(joint: Joint) -> Iterator[Tensor]:
+    for node in joint.graph.nodes:
+        value = node.meta.get("val")
+        for t in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(t, Tensor):
+                yield t
 
 
 def _random(like: Tensor, generator: torch.Generator, trained: bool) -> Tensor:
@@ -166,14 +173,16 @@ def _drawn(node: fx.Node, generator: torch.Generator) -> Any:
     return numbers if isinstance(value, tuple | list) else numbers[0]
 
 
-def _near(a: Tensor, b: Tensor) -> bool:
+def _near(a: Tensor, b: Tensor, least: float = 0.0) -> bool:
+    """Return whether two tensors are equal but for rounding, which explains relative differences of `least`, too."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if a.is_complex():
-        return _near(*[torch.view_as_real(z.resolve_conj()) for z in (a, b)])
+        x, y = (torch.view_as_real(z.resolve_conj()) for z in (a, b))
+        return _near(x, y, least)
     if not a.is_floating_point():
         return bool((a == b).all())
-    close = CLOSE.get(a.dtype, 0.03)
+    close = max(least, CLOSE.get(a.dtype, HALF))
     return bool(torch.allclose(a.double(), b.double(), rtol=close, atol=close, equal_nan=True))
 
 

@@ -17,7 +17,7 @@ from piper_ir.tools.ray_reason import ray_reason
 from piper_ir.tools.units import count_text, enough_text, flops_text, size_text, time_text
 from piper_ir.tools.unread import json_fields, unread, why_unread
 from piper_ir.tools.user_calls import PACKAGES, user_code, user_line
-from piper_ir.tools.words import says
+from piper_ir.tools.words import names, says
 
 __all__ = [
     "PACKAGES",
@@ -40,6 +40,7 @@ __all__ = [
     "shown_while_working",
     "size_text",
     "time_text",
+    "names",
     "says",
     "unread",
     "usable_cores",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from piper_ir.ground.errors import ClusterError
-from piper_ir.tools import says, unread
+from piper_ir.tools import names, unread
 from piper_simulator.cluster.checks import (
     FRACTION,
     NOT_NEGATIVE,
@@ -275,7 +275,9 @@ def stacks_of(device: str, *texts: str) -> tuple[str, ...]:
         return tuple(s.name for s in here)
     found: dict[str, None] = {}
     for text in texts:
-        lengths = {s.name: max((len(w) for w in s.words if says(text, w)), default=0) for s in here}
+        lengths = {
+            s.name: max((len(w) for w in s.words if names(text, w)), default=0) for s in here
+        }
         found |= dict.fromkeys(
             sorted((n for n in lengths if lengths[n]), key=lambda n: -lengths[n])
         )
