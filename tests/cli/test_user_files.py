@@ -16,6 +16,7 @@ from piper.api.ground.costs_file import load_costs
 from piper.api.reference.verification import verify_strategy
 from piper.cli.loading import JobFile, load_file
 from piper.views.explained.explain import explain
+from piper_ir.ground.errors import JobError
 from piper_ir.program.program import Kernel
 from tests.helpers.command_line import command
 
@@ -138,3 +139,12 @@ def test_costs_are_what_is_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyP
         8 * (4 * 1e-3 + 3 * 1.2e-3 + 4 * 0.8e-3), rel=0.02
     )  # the first layer has no I
     assert any(s.source == "table" for s in spans)
+
+
+def test_options_of_a_file_that_are_words_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "job.py"
+    path.write_text(f'{(EXAMPLES / "own_cost.py").read_text()}\noptions = "inductor"\n')
+    with pytest.raises(
+        JobError, match="defines `options` that is a str; a piper.Options is needed"
+    ):
+        load_file(path)

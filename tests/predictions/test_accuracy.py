@@ -341,6 +341,12 @@ def test_attention_of_a_float16_gpt_is_written_out_in_old_megatron_alone() -> No
     assert found == [("math", 0.1), ("fused", 0.1), ("math", 0.0), ("fused", 0.0)]
 
 
+def test_heads_that_a_kernel_pads_are_predicted_with_the_kernel() -> None:
+    odd, even = (predict(read_row({**TINY, "hidden": h, "seq": "4096"})) for h in ("480", "512"))
+    assert "heads of 60 are taken as 64, as attention's kernel pads them" in odd.notes
+    assert 0.9 < odd.peak_gib / even.peak_gib < 1.0
+
+
 def test_tables_as_spreadsheets_write_them(tmp_path: Path) -> None:
     """A byte order mark and a line break in a cell are read; a row that cannot be predicted is refused alone."""
     file = tmp_path / "runs.csv"

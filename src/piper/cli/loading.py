@@ -132,10 +132,10 @@ def load_job(path: str | Path) -> tuple[Job, Strategy | None, Options]:
     if function is not None and not params:
         text = f"{path}: strategy(trial) has no `params`, so that there is no row of its own"
         warnings.warn(text, PiperWarning, stacklevel=2)
-        return job, None, _options(module)
+        return job, None, _options(path, module)
     if function is not None:
-        return job, _answered(path, function, FixedTrial(params), ()), _options(module)
-    return job, None if strategy is None else _checked(path, strategy), _options(module)
+        return job, _answered(path, function, FixedTrial(params), ()), _options(path, module)
+    return job, None if strategy is None else _checked(path, strategy), _options(path, module)
 
 
 def load_file(
@@ -162,7 +162,9 @@ def load_file(
         chosen = load_strategy(strategy)
         texts |= {name: str(value) for name, value in chosen.params.items()}
         own = _job(path, module, FixedTrial(texts))
-        file = JobFile(path, own, chosen, _steps(path, module), function, texts, _options(module))
+        file = JobFile(
+            path, own, chosen, _steps(path, module), function, texts, _options(path, module)
+        )
         return file.with_strategy(chosen)
     texts |= params or {}
     trial = FixedTrial(texts)
@@ -173,7 +175,7 @@ def load_file(
         if params and function is not None:
             _check_names(path, module, function, texts, params)
         raise
-    file = JobFile(path, job, chosen, _steps(path, module), function, texts, _options(module))
+    file = JobFile(path, job, chosen, _steps(path, module), function, texts, _options(path, module))
     return file.with_strategy(chosen)
 
 
@@ -254,9 +256,13 @@ def _line(error: BaseException, path: Path) -> str:
     return f" (line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
 
 
-def _options(module: ModuleType) -> Options:
-    """Return the file's `options` for the compiler; the usual ones if that name is anything else of the user's."""
+def _options(path: Path, module: ModuleType) -> Options:
+    """Return the file's `options` for the compiler; the usual ones if it has none, or that name is the user's own."""
     options = getattr(module, "options", None)
+    if isinstance(options, str | Mapping):
+        raise JobError(
+            f"{path} defines `options` that is a {type(options).__name__}; a piper.Options is needed"
+        )
     return options if isinstance(options, Options) else Options()
 
 

@@ -19,6 +19,8 @@ LATENT = models.Latent(q_rank=1_536, kv_rank=512, nope_dim=128, rope_dim=64, val
 """The latent attention of DeepSeek-V2 and V3 (arXiv 2405.04434, section 3.1.2), which others took over."""
 GOLDEN = "functional_tests/test_cases/gpt"
 """The tests of Megatron-LM whose models leave --hidden-dropout at 0.1, its default."""
+KERNEL_HEADS = 8
+"""The multiple to which F.scaled_dot_product_attention pads heads for its kernels (torch: sdp_utils, pad_last_dim)."""
 FLASH_WORDS = ("FlashAttention", "flash-attn")
 """The words of a note of Megatron in float16 that does not write attention out."""
 MODEL_WORDS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -90,6 +92,17 @@ def model_of(published: PublishedRow) -> tuple[models.DecoderConfig, tuple[str, 
     for words, changes in MODEL_WORDS:
         if published.says(words):
             fields |= changes
+    each, rest = divmod(published.hidden, published.heads)
+    if (
+        not rest
+        and each % KERNEL_HEADS
+        and fields.get("attention") != "math"
+        and "latent" not in fields
+    ):
+        fields.setdefault("head_dim", -(-each // KERNEL_HEADS) * KERNEL_HEADS)
+        notes.append(
+            f"heads of {each} are taken as {fields['head_dim']}, as attention's kernel pads them"
+        )
     if published.experts is not None and fields.get("mlp_bias"):
         fields |= {"mlp_bias": False, "experts": replace(fields["experts"], bias=True)}
     if fields.get("dropout") and fields.get("attention") != "math":
