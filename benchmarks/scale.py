@@ -34,6 +34,7 @@ CUT_GOALS = Goal("below", 6.0), Goal("below", 2.0)
 """CPU seconds and GiB of a cell: layers whole, states shared, layers and tokens cut."""
 UNCOUNTED = ("import", "verify")
 """The phases that are no part of the sum: `piper simulate` does not verify a plan that it compiled itself."""
+VERIFY_GOAL = Goal("above", 30_000)
 DEADLINE_S = 600.0
 LLAMA = "Llama-3 405B on 16,384 devices"
 CELLS = (
@@ -125,6 +126,13 @@ def cell_rows(
             note=note,
         ),
         *(Row("scale", f"{title}: {phase}", facts["cpu_s"][phase], "CPU s") for phase in PHASES),
+        Row(
+            "scale",
+            f"{title}: verify, instructions per CPU second",
+            facts["instructions"] / facts["cpu_s"]["verify"],
+            "1/s",
+            goal=VERIFY_GOAL,
+        ),
         Row(
             "scale",
             f"{title}: peak memory",

@@ -65,6 +65,7 @@ def measure(
     piper, _ = clock.time("import", imported)
     from piper import models
     from piper.api.captures.capturing import captured_job
+    from piper_ir.tools import no_garbage_collection
     from piper_ir.verify import verify
 
     job = models.job(model, global_batch=microbatches * dp)
@@ -82,8 +83,9 @@ def measure(
     )
     clock.time("capture", lambda: captured_job(job))
     compiled = clock.time("compile", lambda: piper.compile(job, strategy))
-    clock.time("verify", lambda: verify(compiled.plan))
-    found = clock.time("simulate", lambda: piper.simulate(compiled.plan, cluster))
+    with no_garbage_collection():  # as the command line predicts
+        clock.time("verify", lambda: verify(compiled.plan))
+        found = clock.time("simulate", lambda: piper.simulate(compiled.plan, cluster))
     return {
         "cpu_s": clock.cpu,
         "wall_s": clock.wall,

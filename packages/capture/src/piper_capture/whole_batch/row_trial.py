@@ -26,7 +26,7 @@ INTEGERS = 2
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """The relative differences that rounding explains."""
 HALF, HALVES = 0.03, (torch.bfloat16, torch.float16)
-"""Likewise in half precision."""
+"""The relative difference that rounding explains in half precision, and its dtypes."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class RowTrial:
     ) -> None:
         self._first, self._whole, self._second = joints
         self._parts, self._asked = parts, asked
+        # a value that is rounded to half precision shows in a result of another dtype, too
         self._halves = any(t.dtype in HALVES for t in _values(self._whole))
-        """Whether a value is rounded to half precision, which a result in another dtype shows, too."""
 
     def same(self) -> bool | None:
         """Return whether parts give the same outputs as the whole; None if that cannot be tried."""
