@@ -48,6 +48,10 @@ def test_the_four_devices_of_a_node_share_its_nics_where_nvlink_joins_more() -> 
     fields |= {"global_batch": "144", "micro_batch": "1", "note": "4 NICs of 400 Gb/s"}
     cluster = cluster_of(read_row(fields), "")
     assert (cluster.per_node, cluster.links.inter_bandwidth) == (72, pytest.approx(0.94 * 50e9))
+    few = row(read_row({**fields, "gpus": "146", "dp": "146", "global_batch": "146"}))
+    assert "NVLink joins 2 devices, since 146 fill no larger domains" in few.notes
+    stages = {"pp": "2", "dp": "72", "zero": "3", "schedule": "1f1b"}
+    assert any("whole during a step" in note for note in row(read_row(fields | stages)).notes)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from piper import models
-from piper.published.run_cluster import cluster_of, software_of, words_of
+from piper.published.run_cluster import NVLINK_DOMAIN, cluster_of, software_of, words_of
 from piper.published.run_model import VOCAB, capacity_of, is_megatron, is_nanotron, model_of
 from piper.published.table import DEFAULTS, PublishedRow
 from piper.published.zero_bubble_order import held_bytes, zero_bubble_order
@@ -138,6 +138,13 @@ def row(
     microbatches = _microbatches(published)
     config, notes = model_of(published)
     device = cluster.device.name
+    if published.pp > 1 and _shards_gradients(published):
+        notes += ("parameters and gradients of a stage are whole during a step, as torch's are",)
+    whole = min(NVLINK_DOMAIN.get(device, cluster.per_node), published.gpus)
+    if 2 * cluster.per_node < whole:
+        notes += (
+            f"NVLink joins {cluster.per_node} devices, since {published.gpus} fill no larger domains",
+        )
     if published.schedule.startswith("zb") and config.attention != "math":
         notes += (
             "the order is made for the memory of attention written out, as its software does",
@@ -433,6 +440,11 @@ def _unit_parameters(config: models.DecoderConfig, ep: int) -> int:
     return block - experts.number * matrices * config.width * experts.hidden
 
 
+def _shards_gradients(published: PublishedRow) -> bool:
+    """Return whether gradients are sharded, as FSDP does; Megatron's distributed optimizer shards none."""
+    return published.zero == 3 or (published.zero == 2 and not is_megatron(published))
+
+
 def _states(
     published: PublishedRow, config: models.DecoderConfig, behind: bool
 ) -> tuple[Directive, ...]:
@@ -441,7 +453,7 @@ def _states(
     over = ("dp", *(["ep"] if published.ep > 1 else []))
     over = (*over, "cp") if published.cp > 1 and published.zero else over
     item = 2 if _precision(published).reduce == "bfloat16" else 4
-    if published.zero == 3 or (published.zero == 2 and not is_megatron(published)):
+    if _shards_gradients(published):
         unit = _unit_parameters(config, published.ep)
         bucket = max(25.0, float(round(item * unit / published.tp / 2**20 * 1.01)))
         # torch's stages gather parameters, and reduce gradients, once a step.
