@@ -75,9 +75,8 @@ class FullestMoment:
         runs = [(own, most) for own, most in runs if own]
         if not runs:
             return 0
-        values: dict[
-            str, int
-        ] = {}  # one that two groups read is there as long as the longer of them
+        # a value that two groups read is there as long as the longer of them
+        values: dict[str, int] = {}
         for own, most in runs:
             for run in own:
                 for value, port in run.kept.items():
