@@ -98,7 +98,7 @@ class Setup:
 def shipped_code(compiled: Compiled) -> Mapping[str, Mapping[str, ShippedCode]]:
     """Return the code of a plan, as workers get it."""
     assert compiled.code is not None
-    code = compiled.code.export([c.code for c in compiled.plan.chunks], compiled.plan.rows)
+    code = compiled.code.export(compiled.plan.codes, compiled.plan.rows)
     return {
         name: {step: ShippedCode(c.source, dict(c.constants)) for step, c in steps.items()}
         for name, steps in code.items()

@@ -88,6 +88,9 @@ def test_a_written_stack_is_read_again(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(text)
     with pytest.raises(ClusterError, match=r"constants.matmul: value 0.95 .* must be from low"):
         read_software(tmp_path / "mine.toml", STACKS)
+    (tmp_path / "lab.toml").write_text('[stacks.mine]\nbase = "hopper-nemo"\n')
+    with pytest.raises(ClusterError, match=r"lab.toml: a cluster's file; .* \[stacks.NAME\]"):
+        read_software(tmp_path / "lab.toml", STACKS)
 
 
 def test_a_stack_that_was_fitted_from_a_file_is_read_again(tmp_path: Path) -> None:

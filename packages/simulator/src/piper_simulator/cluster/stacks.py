@@ -240,6 +240,10 @@ def read_software(path: Path, bases: Mapping[str, Stack]) -> Stack:
         raise ClusterError(unread("the stack", path, error, "give a TOML file")) from None
     except tomllib.TOMLDecodeError as error:
         raise where.error(f"not a stack's TOML file: {error}") from None
+    if "stacks" in written:
+        raise where.error(
+            "a cluster's file; a stack's own file has the keys of one of its [stacks.NAME], without this heading"
+        )
     return read_stack(path.stem, _FILE(written, where), ATTENTION_KERNELS, where, bases)
 
 
