@@ -168,7 +168,7 @@ def test_an_op_that_fails_only_when_it_runs_names_the_users_line() -> None:
 
 
 class Normed(nn.Module):
-    """A float32 result of a norm and a rotation that bfloat16 has rounded, in which rows may read each other."""
+    """Normalise and rotate queries, return float32, and if `centred` subtract their mean over the rows of the batch."""
 
     def __init__(self, centred: bool) -> None:
         super().__init__()

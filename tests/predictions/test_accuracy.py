@@ -344,6 +344,8 @@ def test_attention_of_a_float16_gpt_is_written_out_in_old_megatron_alone() -> No
 def test_heads_that_a_kernel_pads_are_predicted_with_the_kernel() -> None:
     odd, even = (predict(read_row({**TINY, "hidden": h, "seq": "4096"})) for h in ("480", "512"))
     assert "heads of 60 are taken as 64, as attention's kernel pads them" in odd.notes
+    told = model_of(read_row({**TINY, "hidden": "480", "note": "heads of 128"}))
+    assert told[0].head_dim == 128 and not told[1]
     assert 0.9 < odd.peak_gib / even.peak_gib < 1.0
 
 

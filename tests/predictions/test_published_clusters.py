@@ -11,7 +11,7 @@ from piper.published import plans
 from piper.published.convert import row
 from piper.published.run_cluster import cluster_of
 from piper.published.scoring import predict
-from piper.published.table import PublishedRow, read_row, read_rows
+from piper.published.table import PublishedRow, read_row, read_rows, write_rows
 from piper_simulator import DEVICES
 
 FOLDER = Path(__file__).parents[2] / "benchmarks/published"
@@ -52,6 +52,15 @@ def test_the_four_devices_of_a_node_share_its_nics_where_nvlink_joins_more() -> 
     assert "NVLink joins 2 devices, since 146 fill no larger domains" in few.notes
     stages = {"pp": "2", "dp": "72", "zero": "3", "schedule": "1f1b"}
     assert any("whole during a step" in note for note in row(read_row(fields | stages)).notes)
+
+
+def test_a_scored_table_without_measured_steps_is_read_again(tmp_path: Path) -> None:
+    """Its column low_step_s, which `--out` adds, is no misspelt step_s."""
+    one = read_rows(FOLDER / "simumax_b200.csv")[0].fields
+    scored = {name: text for name, text in one.items() if name not in ("step_s", "peak_gib")}
+    write_rows(tmp_path / "scored.csv", [scored | {"low_step_s": "1", "high_step_s": "2"}])
+    (again,) = read_rows(tmp_path / "scored.csv")
+    assert again.step_s is None and not again.unread
 
 
 @pytest.mark.parametrize(

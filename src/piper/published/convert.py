@@ -133,7 +133,7 @@ def row(
     """
     cluster = cluster_of(published, stack)
     software = cluster.device.stack
-    if stack is not None and software is not None:
+    if software is not None:
         published = replace(published, software=words_of(software))
     microbatches = _microbatches(published)
     config, notes = model_of(published)

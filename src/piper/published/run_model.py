@@ -20,7 +20,7 @@ LATENT = models.Latent(q_rank=1_536, kv_rank=512, nope_dim=128, rope_dim=64, val
 GOLDEN = "functional_tests/test_cases/gpt"
 """The tests of Megatron-LM whose models leave --hidden-dropout at 0.1, its default."""
 KERNEL_HEADS = 8
-"""The multiple to which F.scaled_dot_product_attention pads heads for its kernels (torch: sdp_utils, pad_last_dim)."""
+"""The divisor of head dimensions in attention's kernels: torch pads other heads (ATen: attention.cpp, pad_last_dim)."""
 FLASH_WORDS = ("FlashAttention", "flash-attn")
 """The words of a note of Megatron in float16 that does not write attention out."""
 MODEL_WORDS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -97,9 +97,9 @@ def model_of(published: PublishedRow) -> tuple[models.DecoderConfig, tuple[str, 
         not rest
         and each % KERNEL_HEADS
         and fields.get("attention") != "math"
-        and "latent" not in fields
+        and not {"latent", "head_dim"} & set(fields)
     ):
-        fields.setdefault("head_dim", -(-each // KERNEL_HEADS) * KERNEL_HEADS)
+        fields["head_dim"] = -(-each // KERNEL_HEADS) * KERNEL_HEADS
         notes.append(
             f"heads of {each} are taken as {fields['head_dim']}, as attention's kernel pads them"
         )

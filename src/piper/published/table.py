@@ -107,7 +107,7 @@ class PublishedRow:
         capacity: places of an expert over the tokens that it would get if all got equally many; None is dropless.
         ep: devices that share the experts, a part of the dp replicas.
         stack: name of the software stack, from a column of that name; "" leaves the choice to Piper.
-        software: name and words of the stack that is taken, if `row` was given one; "" for the row's own.
+        software: name and words of the stack that `row` has taken; "" before that.
         unread: why a cell cannot be read; all values but case, source and block are then without meaning.
         fields: the row as it stands in the file.
     """
@@ -198,8 +198,10 @@ def read_rows(path: Path, only: str = "*") -> list[PublishedRow]:
     known = {*COLUMNS, "stack"}
     if near := [(n, as_is) for n, as_is in plain.items() if n in known and as_is not in known]:
         raise JobError(f"{path}: the column {near[0][1]!r} is called {near[0][0]!r}; write it so")
-    for name in known.difference(columns):
-        if close := get_close_matches(name, set(columns) - known, 1, ALIKE):
+    for name in sorted(known.difference(columns)):
+        # low_step_s, as `--out` writes it, is no misspelt step_s
+        others = [c for c in columns if c not in known and not c.endswith(f"_{name}")]
+        if close := get_close_matches(name, others, 1, ALIKE):
             raise JobError(
                 f"{path}: the column {close[0]!r} is not known, and there is none called {name!r}: if it is that, call "
                 f"it so; else add the column {name}, empty if you like"
