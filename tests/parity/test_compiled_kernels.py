@@ -26,9 +26,11 @@ from piper_ir.program.ops import Compute
 from piper_ops.inductor import _torch_inductor, fusions
 from tests.helpers import composition_cover as covers
 from tests.helpers import compositions, memory_judge, parity
+from tests.helpers.cases import each_case
 from tests.helpers.compositions import Composition
 from tests.helpers.judged import judge
 
+WHERE = piper.where
 SIZES: dict[str, int] = dict(layers=2, width=32, heads=2, vocab=64, length=32)
 """The sizes of decoders whose gradients in bfloat16 are judged."""
 NEAR = {"model": 1.12, "layers": 1.05}
@@ -88,6 +90,48 @@ def test_a_whole_backward_is_one_graph_that_draws_what_its_forward_drew() -> Non
         ("B", "all"),
     }
     judge(c)
+
+
+@each_case(
+    ("more", "layers"),
+    [
+        ((), "products/1 products/1"),
+        ((piper.recompute(WHERE(layer=1), keep="inputs"),), "products/1 inputs"),
+        ((piper.recompute(WHERE(), keep="all"),), "all all"),
+        ((piper.recompute(WHERE(layer=0), keep="all"),), "all products/1"),
+        ((piper.recompute(WHERE(mb=1, layer=0), keep="inputs"),), "all+inputs products/1"),
+        ((piper.split_backward(WHERE(layer=1, mb=0)),), "products/1 all"),
+        ((piper.eager(WHERE(layer=0)),), "all products/1"),
+        ((piper.offload(WHERE(layer=0), least_mb=0),), "all products/1"),
+    ],
+)
+def test_compiled_layers_keep_products_unless_a_directive_is_about_them(
+    more: tuple[piper.Directive, ...], layers: str
+) -> None:
+    c = Composition("gpt", rows=2, microbatches=2, kernels="inductor")
+    job = compositions.job_of(c)
+    strategy = piper.Strategy(piper.Mesh(), (piper.split(WHERE(), microbatches=2), *more))
+    compiled = piper.compile(job, strategy, options=piper.Options(kernels="inductor"))
+    found: dict[int, set[str]] = {0: set(), 1: set()}
+    for _, _, instr in compiled.plan.instructions():
+        for op in (p.op for p in instr.parts if isinstance(p.op, Compute)):
+            if (layer := compiled.plan.chunk(op.chunk).coords.get("layer")) in found:
+                found[layer].add(op.keep)
+    assert " ".join("+".join(sorted(found[layer])) for layer in found) == layers
+    run = compositions.run(c, compiled, memory=True)
+    parity.assert_parity(run, compositions.expected(c), parity.FLOAT64)
+    assert not memory_judge.lies(compiled.plan, dict(run.memory))
+
+
+def test_the_policy_of_compiled_layers_makes_their_plan_smaller() -> None:
+    job = models.job(models.LlamaConfig(hidden=96, **SIZES), global_batch=4)
+    options = piper.Options(kernels="inductor")
+    usual, every = (
+        piper.compile(job, piper.Strategy(piper.Mesh(), more), options=options).plan.roles[0]
+        for more in ((), (piper.recompute(WHERE(), keep="all"),))
+    )
+    kept = [role.peak_by_category["activation"] for role in (usual, every)]
+    assert 0.5 < kept[0] / kept[1] < 0.8
 
 
 def fused(compiled: piper.Compiled) -> dict[tuple[str, str], bool]:

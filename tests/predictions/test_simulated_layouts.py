@@ -364,7 +364,7 @@ def test_bounds_of_shared_chunks_hold() -> None:
         sketch = sketches.sketch(strategy)
         assert (
             sketch is not None
-            and sketch.wanted == wanted_by(strategy, problem.program)
+            and sketch.wanted == wanted_by(strategy, problem)
             and sketch.wanted.request.shardings
         )
         rows = sketches.rows(sketch)
@@ -387,7 +387,7 @@ def test_candidates_of_one_row_need_no_program_at_any_rows() -> None:
         Mesh(tp=2),
         [*recipes.tensor_parallel(), *recipes.one_f_one_b(pp=1, microbatches=8), *kept],
     )
-    wanted, captured = wanted_by(strategy, problem.program), captured_job(job())
+    wanted, captured = wanted_by(strategy, problem), captured_job(job())
     fresh = replace(captured, shared={}, under={})
     alone = program_at(rewritten(fresh, wanted.request, 1), 1)
     assert alone == program_at(rewritten(captured, wanted.request), 1)

@@ -36,6 +36,7 @@ LAYOUTS = (
     {"pp": 2, "rows": 2, "schedule": "1f1b", "keep": "inputs", "zero": 1},
     {"pp": 2, "rows": 2, "schedule": "zb_h1", "keep": "products"},
     {"tp": 2, "rows": 1, "keep": "attention", "zero": 3},
+    {"pp": 2, "rows": 2, "schedule": "1f1b", "keep": "all", "zero": 1},
 )
 
 
@@ -70,7 +71,7 @@ def test_scores_are_those_of_simulate_and_each_precision_is_captured_once(
         assert row.device_bytes == max(simulation.device_bytes)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout["keep"])
 def test_bounds_hold_for_each_variant(layout: dict[str, Any]) -> None:
     """No rule rejects a candidate that must be as fast as it is, within the memory that it has."""

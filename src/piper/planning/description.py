@@ -32,7 +32,7 @@ from piper_interop import (
 )
 from piper_ir.ground.errors import DirectiveError, JobError
 from piper_ir.ground.select import ANY, where
-from piper_ir.program.ops import BESIDE, WITHIN
+from piper_ir.program.ops import BESIDE, KEEP_ALL, WITHIN
 
 if TYPE_CHECKING:
     from piper_runtime import Job, LossScale
@@ -71,7 +71,11 @@ def description(job: Job, strategy: Strategy, name: str) -> JobDescription:
         global_batch=job.global_batch,
         rows=job.global_batch // parts,
         layout=layout,
-        recompute=tuple(_recomputation(d) for d in strategy.directives if isinstance(d, recompute)),
+        recompute=tuple(
+            _recomputation(d)
+            for d in strategy.directives
+            if isinstance(d, recompute) and d.keep != KEEP_ALL
+        ),
         offload=_offload(
             [d for d in _offloads(strategy) if d.tensors not in (OPTIM, OFFLOADED_STATES)]
         ),

@@ -7,7 +7,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from piper_compiler.build import build_graph
-from piper_compiler.directives import Directive, asked_by_model, describe, partition
+from piper_compiler.directives import (
+    Directive,
+    asked_by_model,
+    describe,
+    kept_by_kernels,
+    partition,
+)
 from piper_compiler.directives.base import Settling
 from piper_compiler.directives.decided import decided
 from piper_compiler.directives.prepare import CaptureRequest, Preparation
@@ -42,6 +48,7 @@ from piper_ir.ground.errors import CompileError, DirectiveError
 from piper_ir.ground.mesh import Mesh, whole_axis
 from piper_ir.plan.plan import Plan
 from piper_ir.program.costs import Costs
+from piper_ir.program.ops import KernelSource
 from piper_ir.program.program import Program
 from piper_ir.tools import no_garbage_collection
 
@@ -139,7 +146,8 @@ def completed(request: CompileRequest) -> tuple[Graph, int]:
 def directed(request: CompileRequest, program: Program) -> Graph:
     """Return the graph of a program with the directives applied, whose nodes stand for all microbatches."""
     graph = build_graph(program, split_mesh(request.strategy.mesh, program), request.costs)
-    return apply_directives(graph, request.strategy.directives)
+    kernels = "eager" if request.evaluates else request.options.kernels
+    return apply_directives(graph, request.strategy.directives, kernels)
 
 
 def split_mesh(mesh: Mesh, program: Program) -> Mesh:
@@ -198,13 +206,17 @@ def check_strategy(strategy: Strategy) -> None:
     check_rows_named([axis for axis in rows if axis not in sharing], over)
 
 
-def apply_directives(graph: Graph, directives: Iterable[Directive]) -> Graph:
-    """Check and apply each directive in the order written, then the model's own directives; return a new graph."""
+def apply_directives(
+    graph: Graph, directives: Iterable[Directive], kernels: KernelSource = "eager"
+) -> Graph:
+    """Check and apply each directive in the order written, then the ones that the model and the kernels imply."""
     written = tuple(directives)
     check_rows(graph.mesh, written)
     for item in written:
         graph = _applied(graph, item)
     for item in asked_by_model(graph, written):
+        graph = _applied(graph, item)
+    for item in kept_by_kernels(graph, written, kernels):
         graph = _applied(graph, item)
     return graph
 

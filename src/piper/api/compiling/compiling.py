@@ -165,7 +165,7 @@ def compile(
             source, strategy, global_batch=global_batch, costs=costs, options=options
         )
         return Compiled(source, lowered.graph, lowered.plan, strategy=strategy)
-    trained = trained_job("compile", source, global_batch, strategy)
+    trained = trained_job("compile", source, global_batch, strategy, kernels)
     norms = trained.captured.forward.norms
     check_shared_norms(norms, trained.request.shardings)
     asked = replace(trained.request, layers=())
@@ -233,9 +233,15 @@ class Trained:
 
 
 def trained_job(
-    call: str, source: Job, global_batch: int | None, strategy: Strategy | None = None
+    call: str,
+    source: Job,
+    global_batch: int | None,
+    strategy: Strategy | None = None,
+    kernels: KernelSource = "eager",
 ) -> Trained:
     """Capture a job with the layers that a strategy asks for, or with the usual ones, and read its optimizer.
+
+    The request of a strategy is the one for these `kernels`.
 
     Warnings about the model are given each time, also if its capture is one of an earlier call or process.
 
@@ -255,7 +261,7 @@ def trained_job(
     traced = traced_job(source)
     request = CaptureRequest()
     if strategy is not None:
-        request = capture_request(strategy.mesh, strategy.directives, traced.outline)
+        request = capture_request(strategy.mesh, strategy.directives, traced.outline, kernels)
     captured = rewritten(traced, CaptureRequest(request.layers))
     for text in dict.fromkeys(traced.forward.warned):
         warnings.warn(text, PiperWarning, stacklevel=2)

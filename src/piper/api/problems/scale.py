@@ -21,7 +21,7 @@ KEPT_BYTES = 8
 """The bytes of a parameter and of its gradient in float32: each device keeps them with zero=1."""
 SHARED_BYTES = 8
 """The bytes of Adam's two moments of a parameter in float32: replicas share them with zero=1."""
-KEPT_OF_LAYER = {"all": 45, "products": 20, "attention": 4, "inputs": 2}
+KEPT_OF_LAYER = {"all": 45, "products/1": 31, "products": 20, "attention": 4, "inputs": 2}
 """The bytes, per element between layers, that a layer keeps by policy: of plans of a Llama whose MLP is 4 x as wide."""
 CLASS_BYTES = 4
 """The bytes of a logit: itself and its gradient in 2 bytes each."""
@@ -31,7 +31,7 @@ FULL = 0.5
 """The part of a device's memory that states may fill in the first candidate of a mesh with stages."""
 ROOM = 0.85
 """The part of a device's memory that a first candidate may fill which keeps as much as has room."""
-FLOPS = {"all": 6.0, "products": 6.3, "attention": 7.6, "inputs": 8.0}
+FLOPS = {"all": 6.0, "products/1": 6.05, "products": 6.3, "attention": 7.6, "inputs": 8.0}
 """The FLOPs of a parameter and token by policy: 2 forward, 4 backward, and up to 2 that are made again."""
 GATHERED_BYTES = 8
 """The bytes of messages of a parameter in a microbatch with zero=3: twice gathered in 2 bytes, its gradient in 4."""
@@ -233,7 +233,8 @@ def of_policy(figures: Mapping[str, float], keep: str) -> float:
     base, _, every = name.partition(EVERY)
     figure = figures.get(base, figures["products"])
     if every:
-        figure = figures["attention"] + (figure - figures["attention"]) / int(every)
+        none, each = figures["attention"], figures["products/1"]
+        figure = none + (each - none) / int(every)
     return (figure + figures["all"]) / 2 if modules else figure
 
 

@@ -12,6 +12,8 @@ from piper.api.problems.scale import FULL, SHORT, Scale
 AXES = ("tp", "cp", "ep", "pp")
 KEPT = ("all", "products", "attention", "inputs")
 """The policies of recomputation, by how much of a layer they keep."""
+KEPT_COMPILED = ("all", "products/1", *KEPT[1:])
+"""The policies where plans may have compiled chunks, of which the second is the usual one."""
 TILES = 8
 """The tiles of tokens in which a large loss is computed, as in torchtitan's recipes."""
 

@@ -12,7 +12,7 @@ from piper.api.ground.clusters import chosen_cluster
 from piper.api.problems.first_candidates import FirstCandidates
 from piper.api.problems.recipe_calls import RecipeCall, schedule_call
 from piper.api.problems.scale import CUTS, Scale, divisors, powers
-from piper.api.problems.space_sizes import AXES, KEPT, TILES, Sizes, SpaceSizes
+from piper.api.problems.space_sizes import AXES, KEPT, KEPT_COMPILED, TILES, Sizes, SpaceSizes
 from piper.api.problems.tried_values import ORDERS, TriedOfJob, tried_values
 from piper.api.problems.uneven_stages import cut_stages
 from piper.api.problems.variants import VariantChoices, skipped
@@ -203,7 +203,7 @@ class StrategySpace(SpaceSizes):
             later = [stage % at["pp"] >= at["pp"] // 2 for stage in range(number)]
             policies = tuple(next_one if k else keep for k in later)
             yield RecipeCall("recomputation", {"keep": policies, **more})
-        elif keep != KEPT[0]:
+        elif keep != KEPT[0] or self.compiles:
             yield RecipeCall("recompute", {"selection": self._layers, "keep": keep, **more})
         away = "away" in self.tried or self.is_short(at, tiles)
         if away and (part := self._choice(trial, "away", PARTS_AWAY)):
@@ -288,6 +288,11 @@ class StrategySpace(SpaceSizes):
         yield RecipeCall("data_parallel", how)
 
     @property
+    def compiles(self) -> bool:
+        """Return whether plans may have compiled chunks, which keep all only where a strategy says so."""
+        return "inductor" in self.variants.kernels
+
+    @property
     def _layers(self) -> Where:
         """Return the selection of all layers; of everything if the model has no layers."""
         return where(layer=ANY) if self.layers else where()
@@ -356,6 +361,8 @@ def space(
         sizes["ep"] = _expert_sizes(gcd(devices, experts), devices, max(sizes["pp"]), scale)
     rows = tuple(sorted(tried.get("rows", divisors(job.global_batch, MOST_ROWS))))
     rest = {name: values for name, values in tried.items() if name not in (*sizes, "rows")}
+    if "inductor" in variants.kernels:
+        rest.setdefault("keep", KEPT_COMPILED)
     tiles = bool(tokens) and traced.has_cross_entropy
     return StrategySpace(
         devices, job.global_batch, layers, sizes, rows, scale, experts, traced.dropless, tiles, rest, variants

@@ -121,7 +121,8 @@ def profile(
     alone = Mesh(sizes, strategy.mesh.order)
     one_by_one = (eager(where(chunk=target.graph.eager)),) if target.graph.eager else ()
     alike = (*shares, *one_by_one)
-    singles = [_one_replica(job, r, alone, alike, options) for r in chosen]
+    plain = (*alike, recompute(where(), keep=KEEP_ALL))
+    singles = [_one_replica(job, r, alone, plain, options) for r in chosen]
     policies = list(_policies(target, strategy, keep))
     again = [
         _one_replica(job, r, alone, (*alike, policy), options)

@@ -144,7 +144,7 @@ class _Compiling:
         )
 
     def at_rows(self, rows: int, runs: Mapping[str, Collection[Step]]) -> Program:
-        wanted = wanted_by(self.strategy, self.problem.program, rows)
+        wanted = wanted_by(self.strategy, self.problem, rows)
         return self._program(with_runs(wanted, runs) if self.problem.compiles else wanted)
 
     def _program(self, wanted: Wanted) -> Program:

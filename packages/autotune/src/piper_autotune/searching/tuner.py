@@ -279,10 +279,10 @@ def _settled(strategy: Strategy, problem: TuningProblem, programs: Programs) -> 
         return strategy
 
     def at(rows: int, runs: object = None) -> Program:
-        return programs.exact(wanted_by(strategy, problem.program, rows)) or problem.program
+        return programs.exact(wanted_by(strategy, problem, rows)) or problem.program
 
     lowered = compile_program(
-        at(0) if wanted_by(strategy, problem.program).special else problem.program,
+        at(0) if wanted_by(strategy, problem).special else problem.program,
         strategy,
         global_batch=problem.global_batch,
         training=problem.training,

@@ -242,9 +242,10 @@ class Wanted:
         return not self.request.empty
 
 
-def wanted_by(strategy: Strategy, program: Program, rows: int = 0) -> Wanted:
-    """Return which program a strategy wants; `program` is the problem's own."""
-    return Wanted(rows, capture_request(strategy.mesh, strategy.directives, program))
+def wanted_by(strategy: Strategy, problem: TuningProblem, rows: int = 0) -> Wanted:
+    """Return which program a strategy of a problem wants."""
+    request = capture_request(strategy.mesh, strategy.directives, problem.program, problem.kernels)
+    return Wanted(rows, request)
 
 
 def with_runs(wanted: Wanted, runs: Mapping[str, Collection[Step]]) -> Wanted:

@@ -115,7 +115,7 @@ class Sketches:
 
         It takes a part of the traces, and is enough to bound the seconds of compute.
         """
-        wanted = wanted_by(strategy, self._problem.program)
+        wanted = wanted_by(strategy, self._problem)
         if not wanted.request.shardings or wanted in self._programs.found:
             return None
         rows = rows_told(strategy, self._problem.global_batch)
@@ -130,7 +130,7 @@ class Sketches:
         decisions = _decisions(strategy)
         if len(decisions) < len(strategy.directives):
             return None
-        wanted = wanted_by(strategy, self._problem.program)
+        wanted = wanted_by(strategy, self._problem)
         rows = early or wanted_for_graph(self._problem, strategy).rows
         graph = self._graph(strategy.mesh, decisions, rows, early=bool(early))
         graph = graph if early or graph is None else self._with_buckets(graph)
@@ -311,7 +311,7 @@ class Sketches:
         Its program is one at `rows` rows, or at any for 0.
         """
         single = Strategy(mesh, [d.single for d in decisions if d.single is not None])
-        wanted = wanted_by(single, self._problem.program)
+        wanted = wanted_by(single, self._problem)
         wanted = _early(wanted, rows) if early else replace(wanted, rows=rows)
         key = single, wanted
         if key not in self._placed:
@@ -321,7 +321,9 @@ class Sketches:
                         self._programs.exact(wanted) if wanted.special else None
                     ) or self._problem.program
                     self._built[mesh, wanted] = build_graph(program, split_mesh(mesh, program))
-                graph = apply_directives(self._built[mesh, wanted], single.directives)
+                graph = apply_directives(
+                    self._built[mesh, wanted], single.directives, self._problem.kernels
+                )
                 self._placed[key] = graph if graph.microbatches else directives.split_all(graph, 1)
             except PiperError:  # compiling it names the problem, in the user's terms
                 self._placed[key] = None
@@ -405,7 +407,7 @@ def wanted_for_graph(problem: TuningProblem, strategy: Strategy) -> Wanted:
     A program at one row has sizes from a trace of its own (`piper_capture.Captured.bind`), while one at any number of
     rows takes three more traces of chunks that devices share.
     """
-    wanted = wanted_by(strategy, problem.program)
+    wanted = wanted_by(strategy, problem)
     alone = wanted.request.shardings and rows_told(strategy, problem.global_batch) == 1
     return replace(wanted, rows=1) if alone else wanted
 

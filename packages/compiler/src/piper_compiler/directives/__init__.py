@@ -26,8 +26,7 @@ from piper_compiler.directives.partition import (
 )
 from piper_compiler.directives.partition import Partition as partition
 from piper_compiler.directives.place import Place as place
-from piper_compiler.directives.prepare import CaptureRequest, capture_request, layers_of
-from piper_compiler.directives.recompute import ASKED_FOR, asked_by_model
+from piper_compiler.directives.prepare import CaptureRequest, layers_of
 from piper_compiler.directives.recompute import Recompute as recompute
 from piper_compiler.directives.replicate import Replicate as replicate
 from piper_compiler.directives.shard import Shard as shard
@@ -36,6 +35,12 @@ from piper_compiler.directives.split import split_all
 from piper_compiler.directives.split_backward import SplitBackward as split_backward
 from piper_compiler.directives.stream import Stream as stream
 from piper_compiler.directives.tile_loss import TileLoss as tile_loss
+from piper_compiler.directives.unwritten import (
+    ASKED_FOR,
+    asked_by_model,
+    capture_request,
+    kept_by_kernels,
+)
 
 __all__ = [
     "ASKED_FOR",
@@ -54,6 +59,7 @@ __all__ = [
     "directive",
     "eager",
     "fail",
+    "kept_by_kernels",
     "layers_of",
     "offload",
     "order",

@@ -35,7 +35,7 @@ Legality
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isfinite
 
 from piper_compiler.directives.base import (
@@ -47,7 +47,8 @@ from piper_compiler.directives.base import (
 )
 from piper_compiler.directives.decided import Decided
 from piper_compiler.directives.prepare import CaptureRequest, Preparation, by_layers
-from piper_compiler.directives.recompute import ASKED_FOR, policy_name
+from piper_compiler.directives.recompute import policy_name
+from piper_compiler.directives.unwritten import ASKED_FOR
 from piper_compiler.ports import kept_inside, trains, value_reads
 from piper_ir.graph.graph import Graph, Node, Offloading
 from piper_ir.graph.graph_parts import without
@@ -97,7 +98,7 @@ class Offload:
         if self.modules == ():
             return request
         self._check_modules()
-        return replace(request, policies=tuple(sorted({*request.policies, self.told_by})))
+        return request.under(self.told_by)
 
     def _check_modules(self) -> None:
         """Check condition 8 as far as capture does not."""

@@ -44,6 +44,10 @@ class CaptureRequest:
         """Return whether the capture serves as it is."""
         return self == CaptureRequest()
 
+    def under(self, *policies: str) -> CaptureRequest:
+        """Return the request with these policies, too."""
+        return replace(self, policies=tuple(sorted({*self.policies, *policies})))
+
 
 @dataclass(frozen=True)
 class Preparation:
@@ -73,10 +77,10 @@ class Preparing(Protocol):
     def prepare(self, request: CaptureRequest, seen: Preparation) -> CaptureRequest: ...
 
 
-def capture_request(
+def written_request(
     mesh: Mesh, directives: Iterable[Directive], program: Program
 ) -> CaptureRequest:
-    """Return the request of a strategy to the capture whose program with the usual layers is `program`."""
+    """Return the request of directives to the capture whose program with the usual layers is `program`."""
     written = tuple(directives)
     request = CaptureRequest()
     if any(selects(item, "layer") for item in written) and lacks_layers(program, 1):

@@ -6,8 +6,7 @@
 With `apart` R is a node of its own, layer1.R@0, before layer1.B@0: `order` may name it by phase="R", so that it runs in
 a bubble before the gradient arrives. An R that no order names waits for the inputs of its backward.
 
-Regions that a model puts under torch.utils.checkpoint itself are under "inputs" if no `recompute` selects them, as if
-that were written last.
+Chunks that no `recompute` selects may be under a policy all the same, see `unwritten`; keep="all" keeps them out of it.
 
 With `modules` the policy holds for tensors that are made inside of modules with these names, and F saves all others. It
 is part of the policy's name: keep="inputs", modules=("*.mlp",) is keep="inputs@*.mlp". Several policies may stand
@@ -36,7 +35,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from piper_compiler.directives.base import (
-    Directive,
     as_names,
     call_site,
     compute_nodes,
@@ -51,10 +49,9 @@ from piper_compiler.ports import AGAIN, port_value, steps_of, value_reads, value
 from piper_ir.graph.graph import Coord, Editor, Graph, Node
 from piper_ir.graph.graph_parts import common, in_mbs
 from piper_ir.ground.node_ids import compute_id
-from piper_ir.ground.select import ANY, Where
+from piper_ir.ground.select import Where
 from piper_ir.program.ops import (
     BESIDE,
-    CHECKPOINT,
     EVERY,
     HANDS_ON,
     KEEP_ALL,
@@ -67,49 +64,13 @@ from piper_ir.program.program import Chunk, Program
 POLICIES = (KEEP_ALL, "products", "attention", "outputs", "inputs")
 """The policies that have a name; any other is "products/n", or names of ops, joined by "+"."""
 
-ASKED_FOR = "inputs"
-"""The policy of regions that the model puts under torch.utils.checkpoint: it keeps the arguments of their function."""
 
-
-def asked_by_model(graph: Graph, directives: Iterable[Directive]) -> tuple[Recompute, ...]:
-    """Return the directive for the model's own checkpointed regions that no `recompute` of the strategy selects."""
-    if not any(
-        CHECKPOINT in c.coords and graph.program.has_variant(c.id, ASKED_FOR)
-        for c in graph.program.chunks
-    ):
-        return ()
-    decided = {
-        n.id for d in directives if isinstance(d, Recompute) for n in graph.pick(d.selection)
-    }
-    asked = [
-        n
-        for n in graph.pick(Where((("phase", "F"), (CHECKPOINT, ANY))))
-        if isinstance(n.op, Compute) and n.op.keep == KEEP_ALL
-    ]
-    chunks = dict.fromkeys(str(n.coords["chunk"]) for n in asked if n.id not in decided)
-    changed = _changed(graph.program)
-    possible = [
-        id
-        for id in chunks
-        if _may_repeat(graph.program.chunk(variant_name(id, ASKED_FOR)), changed)
-    ]
-    return (
-        (
-            Recompute(
-                Where(chunk=tuple(possible)), ASKED_FOR, site="torch.utils.checkpoint in the model"
-            ),
-        )
-        if possible
-        else ()
-    )
-
-
-def _changed(program: Program) -> set[str]:
+def changed_buffers(program: Program) -> set[str]:
     """Return the buffers that the model changes while it runs."""
     return {o.ref for c in program.chunks for o in c.outputs if o.kind == "buffer"}
 
 
-def _may_repeat(variant: Chunk, changed: Collection[str]) -> bool:
+def may_repeat(variant: Chunk, changed: Collection[str]) -> bool:
     """Return whether R has something to make again, and reads no buffer that the model has changed by then."""
     read = (
         [variant.inputs[int(p[2:])] for p in variant.steps["R"].reads if p.startswith("in")]
@@ -164,7 +125,7 @@ class Recompute:
 
     def prepare(self, request: CaptureRequest, seen: Preparation) -> CaptureRequest:
         """Ask for variants of chunks that compute saved tensors again."""
-        return replace(request, policies=tuple(sorted({*request.policies, *self.policies()})))
+        return request.under(*self.policies())
 
     def check(self, graph: Graph) -> None:
         if type(self.group) is not int or self.group < 1:
@@ -232,7 +193,7 @@ class Recompute:
 
     def _check_buffers(self, program: Program, variants: list[Chunk]) -> None:
         """Check condition 5."""
-        changed = _changed(program)
+        changed = changed_buffers(program)
         for chunk in variants:
             read = [chunk.inputs[int(p[2:])] for p in chunk.steps["R"].reads if p.startswith("in")]
             for entry in read:
@@ -248,10 +209,6 @@ class Recompute:
     def decided(self) -> Decided | None:
         """Return its decisions before it is compiled; None if microbatches are under different policies."""
         return None if any(name == "mb" for name, _ in self.selection.terms) else Decided(self)
-
-    def simplest(self) -> Recompute | None:
-        """Return itself, or None if it keeps all."""
-        return None if self.keep == KEEP_ALL else self
 
     def apply(self, graph: Graph) -> Graph:
         if self.keep == KEEP_ALL:
@@ -269,14 +226,14 @@ class Recompute:
         A chunk whose backward needs nothing, as of an addition, is made again for the next chunk of its group alone; if
         it cannot be, its group ends.
         """
-        inside, last, changed = self.policies()[-1], self.keep, _changed(graph.program)
+        inside, last, changed = self.policies()[-1], self.keep, changed_buffers(graph.program)
         forwards = [
             n
             for n in graph.pick(self.selection)
             if n.coords["phase"] == "F"
             and (
                 _repeats(self._variant(graph, n, last))
-                or _may_repeat(self._variant(graph, n, inside), changed)
+                or may_repeat(self._variant(graph, n, inside), changed)
             )
         ]
         groups = []

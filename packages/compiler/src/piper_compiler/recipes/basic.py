@@ -106,7 +106,7 @@ def data_parallel(
 def recomputation(*, keep: Sequence[str], group: int = 1) -> tuple[Directive, ...]:
     """Put stage k under the policy `keep[k]`, by one `recompute` per policy; see there for the arguments.
 
-    A stage that keeps all needs none. It composes with a pipeline recipe written before it.
+    It composes with a pipeline recipe written before it.
     """
     if isinstance(keep, str):
         raise DirectiveError(
@@ -117,10 +117,11 @@ def recomputation(*, keep: Sequence[str], group: int = 1) -> tuple[Directive, ..
         stages_by_policy.setdefault(policy, []).append(stage)
     return tuple(
         recompute(
-            where(stage=tuple(stages) if len(stages) > 1 else stages[0]), keep=policy, group=group
+            where(stage=tuple(stages) if len(stages) > 1 else stages[0]),
+            keep=policy,
+            group=1 if policy == KEEP_ALL else group,
         )
         for policy, stages in stages_by_policy.items()
-        if policy != KEEP_ALL
     )
 
 
