@@ -301,12 +301,21 @@ class Conditional(Branch):
         return made
 
 
+class SignOfAll(Branch):
+    """The bias outweighs most rows, so that random rows alike would seldom take the other branch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.often(x)
+        return 2 * y if y.sum() > 0 else y
+
+
 OUTSIDE = [torch.ones(WIDTH, dtype=torch.float64)]
 
 
 @each_case(
     ("kind", "says"),
     [
+        (SignOfAll, r"combines rows of the batch, as a branch may that depends on several rows"),
         (Keeping, r"module 'layers.0.special' .*keeps something in self.last"),
         (
             Selecting,

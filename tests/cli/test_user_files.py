@@ -18,7 +18,7 @@ from piper.cli.loading import JobFile, load_file
 from piper.views.explained.explain import explain
 from piper_ir.ground.errors import JobError
 from piper_ir.program.program import Kernel
-from tests.helpers.command_line import command
+from tests.helpers.command_line import command, fails
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 OWN = ("directive", "recipe", "op", "cost", "model")
@@ -146,3 +146,13 @@ def test_options_of_a_file_that_are_words_are_refused(tmp_path: Path) -> None:
     path.write_text(f'{(EXAMPLES / "own_cost.py").read_text()}\noptions = "inductor"\n')
     with pytest.raises(JobError, match="defines `options` that is a str"):
         load_file(path)
+
+
+def test_errors_inside_of_a_file_are_said_with_its_line_in_words_of_python(tmp_path: Path) -> None:
+    path = tmp_path / "job.py"
+    path.write_text(
+        f'{(EXAMPLES / "own_cost.py").read_text()}\nhow = piper.Options(kernels="triton")\n'
+    )
+    done = command("simulate", path)
+    fails(done, "Options(kernels='triton'): 'eager' and 'inductor' are accepted (job.py, line ")
+    assert "--kernels" not in done.stderr

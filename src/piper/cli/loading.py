@@ -233,7 +233,9 @@ def _run(path: Path) -> ModuleType:
         # Bytes that are no text raise SyntaxError here; compile raises ValueError for null bytes in Python 3.11.2.
         importlib.util.decode_source(source)
         spec.loader.exec_module(module)
-    except PiperError:
+    except PiperError as e:
+        named = f"{path.name}:" in str(e)
+        e.line = "" if named else _line(e, path).replace("(", f"({path.name}, ", 1)
         raise
     except (Exception, SystemExit) as e:  # the user's file may fail in any way
         raise JobError(

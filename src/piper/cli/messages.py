@@ -121,7 +121,8 @@ def user_errors(options: Container[str] | None = None) -> Iterator[None]:
             yield
     except PiperError as e:
         if not e.told_by_another and _to_be_said(str(e)):
-            print(f"piper: {in_flags(str(e), options)}", file=sys.stderr)
+            said = f"{e}{e.line}" if e.line else in_flags(str(e), options)
+            print(f"piper: {said}", file=sys.stderr)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         if not is_terminated():  # which is said already

@@ -23,7 +23,9 @@ from piper_compiler import (
     Training,
     capture_request,
     compile_program,
+    describe,
     rows_told,
+    shard,
     with_fixed_stages,
 )
 from piper_ir.graph.graph import Graph
@@ -172,7 +174,8 @@ def compile(
 
     def captured_at(rows: int) -> Captured:
         """Return the capture at some rows: at one alone, which takes fewer traces, or at any."""
-        form = rewritten(trained.captured, asked, 1 if rows == 1 else None)
+        with _shards_in_errors(strategy):
+            form = rewritten(trained.captured, asked, 1 if rows == 1 else None)
         return replace(form, kernels=kernels)
 
     captured = captured_at(rows_told(strategy, source.global_batch))
@@ -323,6 +326,18 @@ def advancing_notice(compiled: Compiled) -> str:
         f"with both. "
         'Job(batch_norm="microbatch") says that it is meant'
     )
+
+
+@contextmanager
+def _shards_in_errors(strategy: Strategy) -> Iterator[None]:
+    """Add to the capture's refusal to share chunks which directives of the strategy ask for that, and their places."""
+    try:
+        yield
+    except DirectiveError as error:
+        asked = [f"{describe(d)} at {d.site}" for d in strategy.directives if isinstance(d, shard)]
+        if not asked:
+            raise
+        raise DirectiveError(f"{error} ({'; '.join(asked)})", error.chunks) from error
 
 
 @contextmanager

@@ -147,7 +147,8 @@ def check_opaque_rows(
     values = [r.kind == "value" for r in piece.results if not r.changed]
     kinds = [slot.kind for slot in piece.slots]
     if not random and opaque_same(modules, specs, kinds, values) is False:
-        raise _refused(piece.region.nodes[0])
+        how = "combines rows of the batch, as a branch may that depends on several rows, or numbers them"
+        raise _refused(piece.region.nodes[0], how)
 
 
 def _routes(node: fx.Node) -> bool:

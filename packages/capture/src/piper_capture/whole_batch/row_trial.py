@@ -21,6 +21,10 @@ PARTS = (3, 2)
 MOST = 2**25
 """The largest number of elements of all tensors of the chunk for which it is computed: a second or less."""
 SEEDS = range(3)
+BRANCHES, SMALL = range(12), 2**20
+"""The seeds of an opaque region whose inputs have fewer elements than this: each may take another branch."""
+APART = 4.0
+"""The standard deviation of the mean of a row's elements in a trial of an opaque region; the elements' own is 1."""
 INTEGERS = 2
 """The integers of a trial are below this, so that they may be labels, places and tokens."""
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -199,17 +203,19 @@ def opaque_same(
     first, whole, second = modules
     rows = sum(PARTS)
     shapes = [tuple(bind(d, rows) for d in spec.shape) for spec in specs]
-    if sum(prod(shape) for shape in shapes) > MOST:
+    elements = sum(prod(shape) for shape in shapes)
+    if elements > MOST:
         return None
     try:
-        for seed in SEEDS:
+        for seed in BRANCHES if elements < SMALL else SEEDS:
             generator = torch.Generator().manual_seed(seed)
             likes = [
                 torch.empty(s, dtype=getattr(torch, spec.dtype), device="meta")
                 for s, spec in zip(shapes, specs, strict=True)
             ]
             inputs = [
-                _random(t, generator, kind == "param") for t, kind in zip(likes, kinds, strict=True)
+                _rows_apart(_random(t, generator, kind == "param"), spec, generator)
+                for t, spec, kind in zip(likes, specs, kinds, strict=True)
             ]
             wanted = _called(whole, inputs)
             by_part = [
@@ -234,16 +240,26 @@ def _called(module: fx.GraphModule, given: Sequence[Tensor]) -> tuple[Tensor, ..
     return tuple(t.detach() for t in outputs)
 
 
+def _dim_of_rows(spec: TensorSpec) -> int | None:
+    """Return the dimension that grows with the rows, which are outermost in it; None if there is none."""
+    return next((d for d, size in enumerate(spec.shape) if bind(size, 1) != bind(size, 2)), None)
+
+
 def _rows_of(tensor: Tensor, spec: TensorSpec, number: int) -> Tensor:
-    """Return a part of the rows, which are outermost in the dimension that grows with them."""
-    for dim, size in enumerate(spec.shape):
-        if bind(size, 1) != bind(size, 2):
-            return (
-                tensor.unflatten(dim, (sum(PARTS), -1))
-                .split(PARTS, dim)[number]
-                .flatten(dim, dim + 1)
-            )
-    return tensor
+    """Return a part of the rows."""
+    if (dim := _dim_of_rows(spec)) is None:
+        return tensor
+    rows = tensor.unflatten(dim, (sum(PARTS), -1))
+    return rows.split(PARTS, dim)[number].flatten(dim, dim + 1)
+
+
+def _rows_apart(tensor: Tensor, spec: TensorSpec, generator: torch.Generator) -> Tensor:
+    """Return numbers whose rows have other means each, so that a branch may go another way for a part of the rows."""
+    if (dim := _dim_of_rows(spec)) is None or not tensor.is_floating_point():
+        return tensor
+    rows = tensor.unflatten(dim, (sum(PARTS), -1))
+    means = torch.randn(sum(PARTS), generator=generator).mul(APART).to(tensor.dtype)
+    return (rows + means.view(-1, *(1,) * (rows.dim() - dim - 1))).flatten(dim, dim + 1)
 
 
 def _joins(whole: Tensor, first: Tensor, second: Tensor) -> bool:

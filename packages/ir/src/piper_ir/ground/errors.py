@@ -9,10 +9,12 @@ from __future__ import annotations
 class PiperError(Exception):
     """Stand for every error that Piper raises on purpose; the command line turns it into exit code 2.
 
-    `told_by_another` is True if another process of the same run says it in full, so that this one need not.
+    `told_by_another` is True if another process of the same run says it in full, so that this one need not. `line` is
+    the place in a user's file where it was raised, whose words are Python's; "" for other errors.
     """
 
     told_by_another: bool = False
+    line: str = ""
 
 
 class CaptureError(PiperError, ValueError):
