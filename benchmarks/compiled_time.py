@@ -130,7 +130,7 @@ def measure(
 
     def setup(kernels: KernelSource, side: str) -> Setup:
         cut = piper.split(piper.where(), microbatches=microbatches)
-        kept = [piper.recompute(piper.where(), ALL)] if side == ALL else []
+        kept = [piper.recompute(piper.where(layer=piper.ANY), ALL)] if side == ALL else []
         strategy = piper.Strategy(piper.Mesh(pp=1), (cut, *kept))
         made = piper.compile(job, strategy, options=piper.Options(kernels=kernels))
         found.activations[side] = made.plan.roles[0].peak_by_category.get("activation", 0)

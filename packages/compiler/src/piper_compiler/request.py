@@ -87,7 +87,7 @@ class Options:
         recv_ahead: how many compute instructions before its first reader a receive is posted.
         device: the kind of device that peaks of memory are for; the program is the same for all.
         kernels: "eager" runs each operation by torch; "inductor" compiles groups of pointwise operations, reductions,
-            norms and losses. The plan has the memory and the kernels of the compiled groups, and chunks that no
+            norms and losses. The plan has the memory and the kernels of the compiled groups, and layers that no
             `recompute` selects keep the results of products for a backward that is one graph.
         cuda_graph: a rank captures its step up to the update as one CUDA graph, and launches that in later steps.
 

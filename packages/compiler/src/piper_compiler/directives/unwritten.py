@@ -1,6 +1,6 @@
 """Find the policies of recomputation that a strategy does not write, as if `recompute` were written last for them.
 
-Regions that a model puts under torch.utils.checkpoint itself are under "inputs". Compiled chunks whose backward is one
+Regions that a model puts under torch.utils.checkpoint itself are under "inputs". Compiled layers whose backward is one
 graph are under "products/1": operations between the products are made again inside of kernels that run anyway, as the
 partitioner of torch.compile does. A third less of activations waits, for 1 % of a step or less (decision 39). Chunks
 that a `recompute` selects have its policy; keep="all" is one.
@@ -37,16 +37,18 @@ def asked_by_model(graph: Graph, directives: Iterable[Directive]) -> tuple[Recom
 def kept_by_kernels(
     graph: Graph, directives: Iterable[Directive], kernels: KernelSource
 ) -> tuple[Recompute, ...]:
-    """Return the directive for compiled chunks that no `recompute` of the strategy selects.
+    """Return the directive for compiled layers that no `recompute` of the strategy selects; for all without layers.
 
-    It is applied last: it leaves out chunks under a policy, with torch's own operations, whose tensors wait on the
-    host, and whose backward is no single graph.
+    Other chunks have nothing to gain: the backward of a loss follows its forward at once. It is applied last, and
+    leaves out chunks under a policy, with torch's own operations, whose tensors wait on the host, and whose backward is
+    no single graph.
     """
     if kernels == "eager":
         return ()
     ops = [n.op for n in graph.sequence if isinstance(n.op, Compute) and n.op.step in BACKWARD]
     apart = {*graph.eager, *graph.offloading, *(op.chunk for op in ops)}
-    joined = [c for c in graph.program.chunks if c.id not in apart and not _stays_apart(c)]
+    layers = [c for c in graph.program.chunks if "layer" in c.coords] or graph.program.chunks
+    joined = [c for c in layers if c.id not in apart and not _stays_apart(c)]
     return _under(graph, directives, joined, COMPILED, f"the default of kernels={kernels!r}")
 
 
