@@ -162,12 +162,13 @@ class TorchData(TorchSide):
 
 
 class TorchPlain(TorchSide):
-    """Train the whole model under torch.compile, with its loss in the same graph."""
+    """Train the whole model under torch.compile, with its loss in the same graph, or without `compiled` eagerly."""
 
     def __init__(self, setup: Setup, rank: int) -> None:
         module, self._m = initial_model(setup), setup.plan.microbatches
         super().__init__(setup, module, fused_adamw(module), range(setup.plan.global_batch))
-        self._loss = torch.compile(lambda x, y: setup.job.loss(module(x), y) / self._m)
+        loss = lambda x, y: setup.job.loss(module(x), y) / self._m  # noqa: E731 - one line, compiled or not
+        self._loss = torch.compile(loss) if setup.compiled else loss
 
     def backward(self, inputs: Any, targets: Any) -> list[float]:
         losses = []
