@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ COMBINED: dict[str, Step] = {
     "rows as places": lambda m, h: F.avg_pool1d(h.transpose(0, 2), 3, 1, 1).transpose(0, 2),
     "a row's number": lambda m, h: h + torch.arange(len(h)).view(-1, 1, 1),
     "another row": lambda m, h: h[torch.arange(len(h)).flip(0)],
+    "a count of tokens of all rows": lambda m, h: h * ((h[..., 0] > 0).sum() > 3),
     "ranks of rows": lambda m, h: h * (h.sum((1, 2)).argsort() < 2).view(-1, 1, 1),
 }
 
@@ -132,6 +134,22 @@ def test_a_table_that_counts_tokens_is_refused_by_line(kind: type[nn.Module]) ->
     ):
         capture(lambda: Counting(True), tokens, F.mse_loss)
     capture(lambda: Counting(True), tokens, F.mse_loss, whole_batch=False)
+
+
+@each_case("apart", [True, False])
+def test_a_count_of_the_tokens_of_all_rows_is_refused(apart: bool) -> None:
+    class Unpadded(nn.Embedding):
+        def forward(self, tokens: Tensor) -> Tensor:
+            many = (tokens != 0).sum(1, keepdim=True) if apart else (tokens != 0).sum()
+            made: Tensor = super().forward(tokens).sum(-1) * (many > 1)
+            return made.sum(1)
+
+    def tokens(rows: range) -> tuple[Tensor, Tensor]:
+        return torch.ones(len(rows), TOKENS, dtype=torch.long), torch.ones(len(rows))
+
+    refusal = pytest.raises(CaptureError, match="combines rows of the batch")
+    with nullcontext() if apart else refusal:
+        capture(lambda: Unpadded(5, 4), tokens, F.mse_loss)
 
 
 @torch.library.custom_op("row_mixing::unknown", mutates_args=())

@@ -24,7 +24,10 @@ SEEDS = range(3)
 BRANCHES, SMALL = range(12), 2**20
 """The seeds of an opaque region whose inputs have fewer elements than this: each may take another branch."""
 APART = 4.0
-"""The standard deviation of the mean of a row's elements in a trial of an opaque region; the elements' own is 1."""
+"""The size of the mean of a row's elements in a trial; their standard deviation is 1.
+
+So a condition on several rows, such as the sign of a sum or a number of positive elements, differs between parts.
+"""
 INTEGERS = 2
 """The integers of a trial are below this, so that they may be labels, places and tokens."""
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -81,6 +84,10 @@ class RowTrial:
         generator = torch.Generator().manual_seed(seed)
         kinds = zip(self._whole.inputs, self._whole.kinds, strict=True)
         values = {n: _random(n.meta["val"], generator, kind == "param") for n, kind in kinds}
+        means = _row_means(seed, generator)
+        for node, value in values.items():
+            if (lying := self._parts((node, 0))) is not None:
+                values[node] = _shifted(value, lying.dim, lying.outer, means)
         values |= {
             n: _drawn(n, generator)
             for n in self._whole.graph.nodes
@@ -167,6 +174,28 @@ def _random(like: Tensor, generator: torch.Generator, trained: bool) -> Tensor:
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(like.dtype)
 
 
+def _row_means(seed: int, generator: torch.Generator) -> Tensor:
+    """Return the mean of each row's elements: none, then of one sign in each part, then any."""
+    if seed in (0, 1, 2):
+        size = APART * (0, 1, -1)[seed]
+        return torch.tensor([size] * PARTS[0] + [-size] * PARTS[1])
+    return torch.randn(sum(PARTS), generator=generator) * APART
+
+
+def _shifted(tensor: Tensor, dim: int, outer: int, means: Tensor) -> Tensor:
+    """Return numbers with such means of rows, which lie in a dimension of [outer, rows, inner] steps.
+
+    Integers are all one where the means of each part have one sign, and zero in the other part.
+    """
+    rows = tensor.unflatten(dim, (outer, sum(PARTS), -1))
+    own = means.view(-1, *(1,) * (rows.dim() - dim - 2))
+    if tensor.is_floating_point():
+        rows = rows + own.to(tensor.dtype)
+    elif bool((own.abs() == APART).all()):
+        rows = (own > 0).to(tensor.dtype).expand_as(rows)
+    return rows.flatten(dim, dim + 2).contiguous()
+
+
 def _drawn(node: fx.Node, generator: torch.Generator) -> Any:
     """Return numbers in place of an op's own draws: the same for a row in the whole and in its part."""
     value = node.meta["val"]
@@ -214,8 +243,12 @@ def opaque_same(
                 for s, spec in zip(shapes, specs, strict=True)
             ]
             inputs = [
-                _rows_apart(_random(t, generator, kind == "param"), spec, generator)
-                for t, spec, kind in zip(likes, specs, kinds, strict=True)
+                _random(t, generator, kind == "param") for t, kind in zip(likes, kinds, strict=True)
+            ]
+            means = _row_means(seed, generator)
+            inputs = [
+                t if (dim := _dim_of_rows(spec)) is None else _shifted(t, dim, 1, means)
+                for t, spec in zip(inputs, specs, strict=True)
             ]
             wanted = _called(whole, inputs)
             by_part = [
@@ -251,15 +284,6 @@ def _rows_of(tensor: Tensor, spec: TensorSpec, number: int) -> Tensor:
         return tensor
     rows = tensor.unflatten(dim, (sum(PARTS), -1))
     return rows.split(PARTS, dim)[number].flatten(dim, dim + 1)
-
-
-def _rows_apart(tensor: Tensor, spec: TensorSpec, generator: torch.Generator) -> Tensor:
-    """Return numbers whose rows have other means each, so that a branch may go another way for a part of the rows."""
-    if (dim := _dim_of_rows(spec)) is None or not tensor.is_floating_point():
-        return tensor
-    rows = tensor.unflatten(dim, (sum(PARTS), -1))
-    means = torch.randn(sum(PARTS), generator=generator).mul(APART).to(tensor.dtype)
-    return (rows + means.view(-1, *(1,) * (rows.dim() - dim - 1))).flatten(dim, dim + 1)
 
 
 def _joins(whole: Tensor, first: Tensor, second: Tensor) -> bool:
