@@ -4,6 +4,7 @@ compiled."""
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ STRATEGIES: dict[str, tuple[dict[str, int], tuple[Any, ...]]] = {
     ),
 }
 NAMES = list(losses.LOSSES)
+WEIGHTS = torch.linspace(0.5, 2, losses.CLASSES)
 ROW = re.compile(r"^\| (a mean|a pair|totals|refused) \| (.+) \|$", re.MULTILINE)
 WORDS = {"mean": "a mean", "sum": "a pair", "total": "totals", "refused": "refused"}
 
@@ -253,6 +255,40 @@ def test_rows_that_meet_are_found_without_numbers(name: str) -> None:
         match=r"test_losses.py:\d+.*(combines rows of the|compares the rows of a) batch",
     ):
         piper.compile(job(MEETINGS[name], Wide), piper.Strategy(piper.Mesh(), ()))
+
+
+def counted(change: Any) -> Any:
+    """Return a mean over targets above 4, whose number is changed before it divides."""
+
+    def loss(o: Tensor, t: Any) -> Tensor:
+        mask = (t["all"] > 4).to(o)
+        return (losses.each(o, t["all"]) * mask).sum() / change(mask.sum())
+
+    return loss
+
+
+def far(t: Any) -> Tensor:
+    return (t["f"] > 9.5).double()
+
+
+@each_case(
+    ("loss", "kind"),
+    [
+        (lambda o, t: losses.ce(o, t["all"], weight=WEIGHTS.to(o)), "sum"),
+        (counted(lambda n: n), "sum"),
+        (counted(lambda n: n.clamp(min=1)), "total"),
+        (counted(lambda n: n.clamp_(min=9)), "total"),
+        (counted(lambda n: torch.clamp_(n, min=1)), "total"),
+        (counted(lambda n: n.sqrt_()), "total"),
+        (counted(lambda n: n[None].clamp_(min=9)[0]), "refused"),
+        (counted(lambda n: n.view(1).add_(1.0)[0]), "refused"),
+        (lambda o, t: (o * far(t)).sum() / far(t).sum().view(1).add_(1.0)[0], "refused"),
+    ],
+)
+def test_counts_may_be_cast_like_logits_and_changed_in_place(loss: Any, kind: str) -> None:
+    """A trial has targets on both sides of a comparison; else all of a sum were zero, and every mean looked right."""
+    with pytest.raises(CaptureError) if kind == "refused" else nullcontext():
+        assert check(job(loss), "pp") == kind
 
 
 @each_case("loss", [

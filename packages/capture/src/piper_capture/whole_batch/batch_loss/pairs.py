@@ -16,7 +16,6 @@ from piper_capture.trace.dynamo import Forward
 from piper_capture.values.concrete import canonical_text
 from piper_capture.whole_batch.batch_loss.calls import JOINED, has_rows
 from piper_capture.whole_batch.batch_loss.reductions import (
-    ADDED,
     IGNORED,
     arguments,
     call_name,
@@ -34,7 +33,6 @@ _OUT_OF_PLACE: Mapping[object, Callable[..., Any] | str] = {
     operator.isub: operator.sub,
     operator.imul: operator.mul,
     operator.itruediv: operator.truediv,
-    **{f"{name}_": name for name in ("add", "sub", "mul", "div", *ADDED)},
 }
 
 
@@ -61,16 +59,16 @@ def write_divisions(forward: Forward) -> Forward:
 def _out_of_place(node: fx.Node) -> fx.Node | None:
     """Turn an in-place change of a number into a new number that all later nodes read; return the old one.
 
-    The same is done to a tensor without rows to which rows are added before anything else reads it.
+    The same is done to a tensor without rows that nothing else has read before.
     """
-    target = _OUT_OF_PLACE.get(node.target)
-    if target is None or not isinstance(node.args[0], fx.Node):
+    target = _copying(node.target)
+    if target is None or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     old, value = node.args[0], node.meta.get("example_value")
     example = old.meta.get("example_value")
     if not isinstance(value, torch.Tensor) or not isinstance(example, torch.Tensor):
         return None
-    if value.dim() and (call_name(node) not in ADDED or has_rows(node)):
+    if has_rows(node) or value.shape != example.shape or value.dtype != example.dtype:
         return None
     if old.op == "placeholder" or owner(old) is not old:  # others see the change of its storage
         return None
@@ -83,6 +81,19 @@ def _out_of_place(node: fx.Node) -> fx.Node | None:
     old.replace_all_uses_with(node, delete_user_cb=lambda user: user in later)
     node.target = target
     return old
+
+
+def _copying(target: object) -> Callable[..., Any] | str | None:
+    """Return the call that makes a new tensor where `target` changes one in place; None for any other call."""
+    if target in _OUT_OF_PLACE:
+        return _OUT_OF_PLACE[target]
+    name = target if isinstance(target, str) else str(getattr(target, "__name__", ""))
+    if not name.endswith("_") or name.endswith("__"):
+        return None
+    found = getattr(torch.Tensor if isinstance(target, str) else torch, name[:-1], None)
+    if not callable(found):
+        return None
+    return name[:-1] if isinstance(target, str) else found
 
 
 def _divided(

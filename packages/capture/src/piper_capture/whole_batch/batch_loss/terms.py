@@ -45,6 +45,7 @@ from piper_capture.whole_batch.batch_loss.writers import (
     ancestors,
     filling,
     is_size,
+    of_numbers,
     owner,
     with_writers,
     writes,
@@ -206,7 +207,7 @@ class Dependences:
         if filling(node) is not None:
             return Dependence(rows=True) if has_rows(node) else CONSTANT
         indexed = call_name(node) == "getitem"
-        read = [n for n in node.all_input_nodes if not is_size(n) or computes_with(node, n)]
+        read = [n for n in of_numbers(node) if not is_size(n) or computes_with(node, n)]
         inputs = [self.of[n] for n in read if not (indexed and counts_up(n))]
         base = Dependence(model=any(d.model for d in inputs), grad=_grad(node))
         if all(d.constant for d in inputs) and not has_rows(node):
@@ -251,6 +252,8 @@ class Dependences:
             new = old
         else:
             new = replace(old, terms=None, mixed=spoiled or node)
+            if call_name(node) in BENT and not old.rows:
+                self.bent = self.bent or node
         self._now(node, target, new)
         return new
 

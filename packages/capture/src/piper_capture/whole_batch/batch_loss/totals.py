@@ -24,9 +24,11 @@ from piper_capture.whole_batch.batch_loss.reductions import call_name
 from piper_capture.whole_batch.batch_loss.terms import Dependences
 from piper_capture.whole_batch.batch_loss.wide import is_half, wide
 from piper_capture.whole_batch.batch_loss.writers import (
+    LIKE_ANOTHER,
     ancestors,
     filling,
     is_size,
+    like_another,
     with_writers,
 )
 from piper_ir.ground.errors import CaptureError
@@ -254,6 +256,10 @@ def counting(forward: Forward, rows: int) -> tuple[fx.GraphModule, tuple[str, ..
                     {"dtype": example.dtype},
                 )
                 env[node] = graph.call_function(*call)
+            elif like_another(node) is not None:
+                example, method = node.meta["example_value"], LIKE_ANOTHER[call_name(node)]
+                like = example.dtype if method == "to" else concrete_shape(example, rows, node)
+                env[node] = graph.call_method(method, (env[node.args[0]], like))
             else:
                 args, kwargs = concrete_call(node, env, rows)
                 env[node] = graph.create_node(node.op, node.target, args, kwargs, name=node.name)

@@ -33,6 +33,11 @@ MERGED = 3
 """The most tensors with rows and tokens in one dimension for which each order is tried."""
 BESIDE = {"eq": 0, "ne": 0, "not_equal": 0, "ge": -1, "gt": 0, "le": 1, "lt": 0}
 """The distance from a constant of the integer that a comparison with it tells from most others."""
+COUNTED = {"ge": (0, 1), "gt": (1, 1), "le": (0, -1), "lt": (-1, -1)}
+"""The first integer that a comparison with a constant counts, by its distance from this, and the step to the next.
+
+Floating-point numbers lie around it.
+"""
 MOST = 2**24
 """The largest number of elements in a tensor of the loss for which it is computed: one to two seconds per filling."""
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -54,6 +59,7 @@ class Filling:
             logits, probabilities or weights.
         double: whether all is computed in float64, so that small terms show.
         ignoring: whether some targets are numbers that the loss is thought to ignore.
+        counted: whether the others are numbers that a comparison counts.
     """
 
     seed: int
@@ -61,6 +67,7 @@ class Filling:
     spread: float | None = None
     double: bool = True
     ignoring: bool = True
+    counted: bool = False
 
 
 FILLINGS = (
@@ -68,6 +75,7 @@ FILLINGS = (
     Filling(1, integers=5, ignoring=False),
     Filling(2, integers=5, spread=1.0),
     Filling(3, spread=3.0),
+    Filling(4, counted=True),
 )
 """The numbers of trials; a loss need not take all of them, such as an index that is too large."""
 
@@ -129,6 +137,7 @@ class LossTrial:
         )
         self._merged: list[fx.Node] = []
         self._tokens_first, self._filling = frozenset[fx.Node](), FILLINGS[0]
+        self._counted: dict[fx.Node, tuple[float, int]] = {}
         self._targets, self._close = self._class_targets(), 0.0
         self.possible = self._small() and all(self._dimension(n) is not None for n in self._sources)
 
@@ -162,13 +171,13 @@ class LossTrial:
             self._merged.append(node)
         return symbolic[0] if len(symbolic) == 1 and sizes[0] % PARTS == 0 else None
 
-    def _class_targets(self) -> dict[fx.Node, int]:
-        """Return the integers of the batch that may be targets, each with a number that the loss may ignore.
+    def _class_targets(self) -> dict[fx.Node, float]:
+        """Return the numbers of the batch that may be targets, each with one that the loss may ignore.
 
         It is the `ignore_index` of a loss of classes, the usual one for functions that cannot be seen into, or an
         integer on the ignored side of a comparison.
         """
-        ignored_by_target: dict[fx.Node, int] = {}
+        ignored_by_target: dict[fx.Node, float] = {}
         own = set(own_backwards(self._tail))
         for node in (n for n in self._forward.graph.nodes if n in self._tail):
             if node.op == "call_function" and call_name(node) in CLASSES:
@@ -178,12 +187,21 @@ class LossTrial:
                     continue
             elif node in own:
                 read, ignored = node.all_input_nodes, IGNORED
-            elif call_name(node) in BESIDE and len(node.args) > 1 and type(node.args[1]) is int:
+            elif (
+                call_name(node) in BESIDE
+                and len(node.args) > 1
+                and type(node.args[1]) in (int, float)
+            ):
                 read, ignored = node.all_input_nodes, node.args[1] + BESIDE[call_name(node)]
             else:
                 continue
             for reached in ancestors(read).intersection(self._sources):
                 ignored_by_target.setdefault(reached, ignored)
+                if call_name(node) in COUNTED:
+                    first, step = COUNTED[call_name(node)]
+                    around = any(t.is_floating_point() for t in tensors_of(reached))
+                    at = node.args[1] + (0 if around else first)
+                    self._counted.setdefault(reached, (at, step))
         return ignored_by_target
 
     def adds_up(self, made: Forward) -> bool | None:
@@ -294,10 +312,16 @@ class LossTrial:
             draw = torch.rand if spread is None else torch.randn
             numbers = draw(shape, generator=generator, dtype=torch.float64)
             numbers = numbers.mul_(0.9).add_(0.05) if spread is None else numbers.mul_(spread)
+            if self._filling.counted and node in self._counted:  # on both sides
+                first, step = self._counted[node]
+                numbers = numbers.sub_(0.3).mul_(step).add_(first)
             return self._precise(numbers.to(tensor.dtype))
         if tensor.dtype == torch.bool:
             return torch.rand(shape, generator=generator) > 0.5
         ones = torch.randint(self._filling.integers, shape, generator=generator)
+        if self._filling.counted and node in self._counted:
+            first, step = self._counted[node]
+            ones = int(first) + step * ones
         if (
             node in self._targets and self._filling.ignoring
         ):  # the first part has more that are ignored than the second

@@ -52,7 +52,13 @@ SAME = frozenset(
         ),
     }
 )
-"""The calls that are linear in their first argument, and have no other tensor."""
+"""The calls that are linear in their first argument; of another tensor they take the shape, dtype or device alone."""
+LIKE_ANOTHER = {
+    **dict.fromkeys(("to", "type_as"), "to"),
+    **dict.fromkeys(("view_as", "reshape_as"), "reshape"),
+    "expand_as": "expand",
+}
+"""The calls that may have a second tensor of whose numbers they read none, with the method that takes them instead."""
 VIEWS = SAME - {"clone", "neg"}
 """The calls that may give a view of their first argument."""
 _ALIKE = {
@@ -69,6 +75,20 @@ AUGMENTED = frozenset(
 )
 
 
+def like_another(node: fx.Node) -> fx.Node | None:
+    """Return the tensor of which a call takes the shape, dtype or device alone, as logits in `weight.to(logits)`."""
+    if call_name(node) not in LIKE_ANOTHER or len(node.args) < 2:
+        return None
+    other = node.args[1]
+    return other if isinstance(other, fx.Node) and not is_size(other) else None
+
+
+def of_numbers(node: fx.Node) -> list[fx.Node]:
+    """Return the inputs of a call, without a tensor of whose numbers it reads none."""
+    other = like_another(node)
+    return [n for n in node.all_input_nodes if n is not other or n is node.args[0]]
+
+
 def ancestors(nodes: Iterable[fx.Node], *, shapes: bool = True) -> set[fx.Node]:
     """Return nodes with all of their ancestors; with `shapes`, also tensors that only give them a shape."""
     reached, queue = set[fx.Node](), list(nodes)
@@ -76,7 +96,10 @@ def ancestors(nodes: Iterable[fx.Node], *, shapes: bool = True) -> set[fx.Node]:
         node = queue.pop()
         if node not in reached:
             reached.add(node)
-            queue += node.all_input_nodes if shapes or filling(node) is None else ()
+            if shapes:
+                queue += node.all_input_nodes
+            elif filling(node) is None:
+                queue += of_numbers(node)
     return reached
 
 
