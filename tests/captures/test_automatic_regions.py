@@ -18,7 +18,7 @@ from piper.api.reference.verification import verify_strategy
 from piper.views.explained.explain import explain
 from piper_capture.chunks import opaque as opaque_steps
 from piper_capture.trace import written_modules
-from piper_ir.ground.errors import CaptureError, PiperWarning
+from piper_ir.ground.errors import CaptureError, ExecutionError, PiperWarning
 from tests.helpers.block_nets import LENGTH, ROWS, WIDTH, BlockNet, batch
 from tests.helpers.cases import each_case
 from tests.predictions.test_memory_truth import lies
@@ -340,6 +340,24 @@ def test_what_cannot_run_as_it_is_is_refused_by_name(
 ) -> None:
     with pytest.raises(CaptureError, match=f"(?s){says}"):
         piper.compile(job(kind), ALONE)
+
+
+class Begun(Branch):
+    """Starts by the first batch, in a branch that a trial on random numbers does not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("begun", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.begun == 0:
+            self.begun.fill_(1)
+        return super().forward(x)
+
+
+def test_a_change_in_a_branch_is_found_when_it_runs() -> None:
+    with pytest.raises(ExecutionError, match=r"Begun changed self\.begun in its forward"):
+        piper.execute(compiled(job(Begun), ALONE), steps=1, launcher="inline")
 
 
 def test_what_is_no_module_of_its_own_is_refused_with_the_way_out() -> None:

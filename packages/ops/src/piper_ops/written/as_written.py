@@ -173,6 +173,14 @@ class LoadedModule:
             f"self.{key}" for home, key, number in self._places if home[key] is not tensors[number]
         ]
 
+    def written(self, tensors: Sequence[Tensor], versions: Sequence[int]) -> list[str]:
+        """Return the names of tensors that were changed in place since they had these versions."""
+        return [
+            f"self.{key}"
+            for _, key, number in self._places
+            if tensors[number]._version != versions[number]
+        ]
+
 
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, stand_in: Callable[[int, bool], Tensor]) -> None:
@@ -226,8 +234,17 @@ def as_written(
     if any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
         return call_of(call).empty(tensors)
     source = wanted_of(tensors)  # a forward may ask for gradients of more
-    with loaded(call).given(own) as module:
-        return call_of(call).checked(module(*args, **kwargs), tensors, source)
+    held, versions = loaded(call), [t._version for t in own]
+    with held.given(own) as module:
+        results = module(*args, **kwargs)
+        changed = held.replaced(own) or held.written(own, versions)
+    if changed:
+        raise RuntimeError(
+            f"{call_of(call).kind} changed {', '.join(dict.fromkeys(changed))} in its forward: no plan keeps that of "
+            f"a module that runs as it is. Change it before training, or outside of the branch, loop or size that "
+            f"depends on values"
+        )
+    return call_of(call).checked(results, tensors, source)
 
 
 def tensors_in(own: Sequence[Tensor], args: Any, kwargs: Any) -> list[Tensor]:
