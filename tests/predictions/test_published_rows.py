@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from piper.published.convert import row
+from piper.published.plans import plan_of
 from piper.published.run_cluster import UNNAMED, cluster_of, stack_for
 from piper.published.run_model import is_megatron, model_of
 from piper.published.scoring import by_model, predict
 from piper.published.table import read_row, read_rows, write_rows
+from piper_compiler import replicate
 from piper_ir.ground.errors import JobError
 from piper_simulator import STACKS
 from tests.helpers.cases import each_case
@@ -143,6 +145,41 @@ def test_heads_that_a_kernel_pads_are_predicted_with_the_kernel() -> None:
     assert 0.9 < odd.peak_gib / even.peak_gib < 1.0
 
 
+@each_case(
+    ("note", "mesh"),
+    [
+        ("FSDP", {"dp": 16}),
+        ("FSDP; HSDP", {"dp": 8, "rep": 2}),
+        ("HSDP over 4", {"dp": 4, "rep": 4}),
+        ("HSDP over 6", "16 replicas of 1 devices, with ep = 1, make no groups of 6 devices"),
+    ],
+)
+def test_states_may_be_shared_in_groups(note: str, mesh: dict[str, int] | str) -> None:
+    wide = {"tp": "1", "dp": "16", "gpus": "16", "gpus_per_node": "8", "global_batch": "16"}
+    one = read_row({**TINY, **wide, "hw": "h100", "zero": "3", "source": "", "note": note})
+    if isinstance(mesh, str):
+        assert mesh in predict(one, memory=False).refused
+        return
+    made = row(one)
+    assert {a: n for a, n in made.strategy.mesh.sizes if n > 1} == mesh
+    assert plan_of(one)[1].mesh == made.strategy.mesh
+
+
+def test_bfloat16_parameters_have_buckets_of_as_many_parameters() -> None:
+    """Gradients are reduced in the parameters' dtype where no other one is said."""
+    alone = {"tp": "1", "dp": "4", "hw": "h100", "zero": "3", "hidden": "4096", "ffn": "14336"}
+    sizes = [
+        next(d.bucket_mb for d in row(read_row({**TINY, **alone, "note": note})).rest if isinstance(d, replicate))
+        for note in ("FSDP", "FSDP, parameters in bf16", "FSDP, reduced in bf16")
+    ]  # fmt: skip
+    assert sizes[0] == pytest.approx(2 * sizes[1], rel=0.01) and sizes[1] == sizes[2]
+
+
+def test_attention_may_be_written_out_in_any_row() -> None:
+    named = model_of(read_row({**TINY, "note": "attention written out"}))[0]
+    assert (named.attention, model_of(read_row(TINY))[0].attention) == ("math", "fused")
+
+
 def test_tables_as_spreadsheets_write_them(tmp_path: Path) -> None:
     """A byte order mark and a line break in a cell are read; a row that cannot be predicted is refused alone."""
     file = tmp_path / "runs.csv"
@@ -202,6 +239,9 @@ def test_a_device_without_the_stack_of_a_row_takes_its_facts_and_own_constants()
     assert device.stack.number["matmul"] == pytest.approx(sum(values) / 2)
     assert device.stack.number["launch_s"] == STACKS["hopper-torch"].number["launch_s"]
     assert cluster_of(replace(one, stack=on)) == cluster_of(one)
+    compiled = read_row({**TINY, "source": "", "hw": "a100", "note": "FSDP, torch.compile"})
+    found = predict(compiled, memory=False)
+    assert found.stack == "hopper-torch-compile on a100-80g-sxm" and not found.notes
     assert (
         stack_for(replace(one, note="no torchtitan", source=""), "h200-141g-sxm") == "hopper-torch"
     )

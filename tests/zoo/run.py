@@ -1,6 +1,7 @@
 """Install the packages into an environment of their own, try the models, write the table: `python -m tests.zoo.run`.
 
-The environment sees this one's packages, torch among them, and adds what it lacks; no package may bring another torch.
+The environment sees this one's packages, torch and Piper among them, and adds what it lacks; no package may bring
+another torch.
 A model is tried in a process that is forked when its library has been imported, with a time limit. Results are lines of
 JSON, and a model that has one is not tried again, so that a run that is stopped goes on where it was:
 
@@ -79,7 +80,8 @@ def installed() -> str:
         return str(python)
     venv.create(HOME / "venv", with_pip=True)
     site = next((HOME / "venv" / "lib").glob("python*/site-packages"))
-    (site / "outer.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    outer = sysconfig.get_paths()["purelib"]
+    (site / "outer.pth").write_text(f"import site; site.addsitedir({outer!r})\n")
     import torch
 
     held = HOME / "constraints.txt"

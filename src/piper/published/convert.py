@@ -30,6 +30,8 @@ none is about a row.
       LAUNCH_BLOCKING
     note has "4 NICs     that rate between nodes, in place of the one in the file of the device
       of 100 Gb/s"
+    note has "HSDP" or   states are shared by the devices of a node, or by so many, and replicated beyond them
+      "HSDP over 16"
     note has "gathered   sequence parallelism keeps the tensors that it gathers for the backward
       tensors kept"
     pp x vpp > layers    embedding and head are stages of their own; with 1f1b the first and the last have fewer layers
@@ -40,15 +42,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from piper import models
 from piper.published.run_cluster import NVLINK_DOMAIN, cluster_of, software_of, words_of
 from piper.published.run_model import VOCAB, capacity_of, is_megatron, is_nanotron, model_of
+from piper.published.run_states import groups_of, shards_gradients, states
 from piper.published.table import DEFAULTS, PublishedRow
 from piper.published.zero_bubble_order import held_bytes, zero_bubble_order
-from piper_compiler import Strategy, partition, recipes, recompute, replicate, shard, split
+from piper_compiler import Strategy, partition, recipes, recompute, shard, split
 from piper_compiler.directives import Directive
 from piper_compiler.directives.partition import Partition
 from piper_ir.ground.errors import JobError
@@ -61,22 +63,12 @@ if TYPE_CHECKING:
     from piper_runtime import Job
     from piper_simulator import Cluster
 
-WHOLE_MB = 2**20
-"""The MiB of a bucket that holds all gradients of a role, for software that reduces them after the backward."""
 NARROW_WORDS = ("PURE mixed", "reduced in bf16", "NeMo")
 """The words of a note whose software adds up and reduces gradients in bfloat16, as Megatron does in fp16.
 
 Each yaml of NeMo in NVIDIA/dgxc-benchmarking, v24.11.1 to v25.02, has grad_sync_dtype: bf16, and the memory between
 steps in its logs of v25.04 is as large as with 16-bit gradients.
 """
-BUCKET_PER_REPLICA = 10**6
-"""The parameters of a bucket of gradients per replica in Megatron-Core, and 40 million at least.
-
-distributed/distributed_data_parallel.py: rings of many devices need large messages. Apex's distributed_fused_adam has
-buckets of one size.
-"""
-DDP_MB = 25
-"""The MiB of a bucket of 16-bit parameters in torch's DistributedDataParallel, which nanotron uses."""
 MICRO_BATCHES, CHUNKS = (1, 2, 4, 8, 16), (2, 3, 4, 6, 8)
 """The values that are plausible for an open `micro_batch` and an open `vpp` of an interleaved schedule."""
 
@@ -138,7 +130,7 @@ def row(
     microbatches = _microbatches(published)
     config, notes = model_of(published)
     device = cluster.device.name
-    if published.pp > 1 and _shards_gradients(published):
+    if published.pp > 1 and shards_gradients(published):
         notes += ("parameters and gradients of a stage are whole during a step, as torch's are",)
     whole = min(NVLINK_DOMAIN.get(device, cluster.per_node), published.gpus)
     if 2 * cluster.per_node < whole:
@@ -159,13 +151,23 @@ def row(
     )
     if _updates_alone(published):
         job = replace(job, loss_over="microbatch")
-    degrees = {"pp": published.pp, "dp": published.dp // published.ep, "ep": published.ep}
+    groups = groups_of(published, cluster.per_node)
+    replicas = published.dp // published.ep // groups
+    degrees = {"pp": published.pp, "rep": groups, "dp": replicas, "ep": published.ep}
     degrees |= {"cp": published.cp, "tp": published.tp}
-    mesh = Mesh(tuple((axis, n) for axis, n in degrees.items() if axis != "ep" or n > 1))
+    mesh = Mesh(
+        tuple((axis, n) for axis, n in degrees.items() if axis not in ("rep", "ep") or n > 1)
+    )
     sharding = _sharding(published, software)
     rest = (
         *_recomputation(published, config, software),
-        *_states(published, config, software is not None and software.gradients == "behind"),
+        *states(
+            published,
+            config,
+            job.precision,
+            groups,
+            behind=software is not None and software.gradients == "behind",
+        ),
     )
     strategy = Strategy(mesh, (*sharding, *_schedule(published, microbatches, times), *rest))
     return PublishedRun(published, job, strategy, cluster, sharding, rest, notes)
@@ -272,7 +274,7 @@ def _microbatches(published: PublishedRow) -> int:
     if published.dp % published.ep:
         raise JobError(
             f"{published.case}: ep = {published.ep} does not divide dp = {published.dp}; experts are shared by a part of "
-            f"the replicas"
+            f"the replicas: with whole experts on each device (ETP 1) give Megatron's ep divided by tp"
         )
     if published.ep > 1 and published.experts is None:
         raise JobError(
@@ -423,47 +425,3 @@ def _recomputation(
         second = tuple(range(0, published.layers, 2))
         return (recompute(where(layer=second), keep="inputs"),)
     return (recompute(where(layer=ANY), keep="products"),)
-
-
-@cache
-def _unit_parameters(config: models.DecoderConfig, ep: int) -> int:
-    """Return the parameters of a block (of one with experts, if there are any) that FSDP gathers at once.
-
-    Experts that `ep` devices share have buckets of their own, which no other layer joins if they are larger.
-    """
-    experts = config.experts
-    one, two = (replace(config, layers=n, dense_layers=0) for n in (1, 2))
-    block = models.parameter_count(two) - models.parameter_count(one)
-    if experts is None or ep == 1:
-        return block
-    matrices = 3 if config.gated else 2
-    return block - experts.number * matrices * config.width * experts.hidden
-
-
-def _shards_gradients(published: PublishedRow) -> bool:
-    """Return whether gradients are sharded, as FSDP does; Megatron's distributed optimizer shards none."""
-    return published.zero == 3 or (published.zero == 2 and not is_megatron(published))
-
-
-def _states(
-    published: PublishedRow, config: models.DecoderConfig, behind: bool
-) -> tuple[Directive, ...]:
-    if published.dp * published.cp == 1 and published.zero == 0:
-        return (replicate(where(), over="dp"),)
-    over = ("dp", *(["ep"] if published.ep > 1 else []))
-    over = (*over, "cp") if published.cp > 1 and published.zero else over
-    item = 2 if _precision(published).reduce == "bfloat16" else 4
-    if _shards_gradients(published):
-        unit = _unit_parameters(config, published.ep)
-        bucket = max(25.0, float(round(item * unit / published.tp / 2**20 * 1.01)))
-        # torch's stages gather parameters, and reduce gradients, once a step.
-        once: dict[str, Any] = {"resident_mb": "step", "reduced_mb": "step"}
-        stay = once if published.pp > 1 else {}
-        return (replicate(where(), over, published.zero, bucket_mb=bucket, **stay),)  # type: ignore[arg-type]  # 2 or 3
-    whole = behind or "bucketing off" in published.note
-    grows = is_megatron(published) and "distributed_fused_adam" not in published.note
-    replicas = published.dp * published.cp if grows else 0
-    least = DDP_MB / 2 * item if is_nanotron(published) else 160.0
-    bucket = max(least, item * replicas * BUCKET_PER_REPLICA / 2**20)
-    zero = min(published.zero, 1)  # Megatron's distributed optimizer shards no gradients
-    return (replicate(where(), over, zero, bucket_mb=WHOLE_MB if whole else bucket),)  # type: ignore[arg-type]  # 0 or 1

@@ -66,7 +66,7 @@ def cluster_of(published: PublishedRow, stack: Stack | str | None = None) -> Clu
         each = USABLE * node_rate / min(per_node, published.gpus_per_node or TRAY.get(device, 8))
         cluster = cluster.each_links(lambda links: replace(links, inter_bandwidth=each))
     if stack is None:
-        stack = published.stack or stack_for(published, device) or borrowed_for(published, device)
+        stack = stack_of(published, device)
         if is_guessed(published, device) and stack in STACKS:
             stack = replace(STACKS[stack], seen=max(UNNAMED, STACKS[stack].seen))
     if stack:
@@ -94,8 +94,22 @@ def software_of(published: PublishedRow) -> str:
     if published.software:
         return published.software
     device = _device(published.hw)
-    stack = published.stack or stack_for(published, device) or borrowed_for(published, device)
+    stack = stack_of(published, device)
     return words_of(stack_named(stack)) if stack else published.text
+
+
+def stack_of(published: PublishedRow, device: str) -> str:
+    """Return the name of a row's stack: of its column, or by its words; "" if its device has none that serves.
+
+    Words that name no stack of the device may name another generation's, which is then borrowed.
+    """
+    return (
+        published.stack
+        or next(iter(stacks_of(device, published.note, published.source)), "")
+        or borrowed_for(published, device, named=True)
+        or stack_for(published, device)
+        or borrowed_for(published, device)
+    )
 
 
 def words_of(stack: Stack) -> str:
@@ -114,14 +128,18 @@ def stack_for(published: PublishedRow, device: str) -> str:
 
 
 def is_guessed(published: PublishedRow, device: str) -> bool:
-    """Return whether nothing in a row names one of the stacks of its device."""
-    return not (published.stack or stacks_of(device, published.note, published.source))
+    """Return whether nothing in a row names a stack, of its device or of another generation."""
+    return not (
+        published.stack
+        or stacks_of(device, published.note, published.source)
+        or borrowed_for(published, device, named=True)
+    )
 
 
-def borrowed_for(published: PublishedRow, device: str) -> str:
+def borrowed_for(published: PublishedRow, device: str, *, named: bool = False) -> str:
     """Return the name of a stack that a device lacks, made of another generation's (`borrowed`); "" if there is none.
 
-    Its facts come from the stack that `stack_for` finds on the nearest generation.
+    Its facts come from the stack that `stack_for` finds on the nearest generation, or words of the row with `named`.
     """
 
     def distance(other: str) -> int:
@@ -131,8 +149,12 @@ def borrowed_for(published: PublishedRow, device: str) -> str:
     if not stacks_of(device):
         return ""
     own = GENERATIONS.index(DEVICES[device].device.generation)
-    names = (stack_for(published, other) for other in sorted(DEVICES, key=distance))
-    return next((f"{name}{ON}{device}" for name in names if name), "")
+    others = sorted(DEVICES, key=distance)
+    if named:
+        found = (stacks_of(other, published.note, published.source)[:1] for other in others)
+        return next((f"{name}{ON}{device}" for names in found for name in names), "")
+    likely = (stack_for(published, other) for other in others)
+    return next((f"{name}{ON}{device}" for name in likely if name), "")
 
 
 def borrowed(stack: Stack, device: str) -> Stack:

@@ -32,6 +32,7 @@ MODEL_WORDS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("QK norm", {"qk_norm": True}),
     ("heads of 128", {"head_dim": 128}),
     ("dropout 0.1", {"dropout": 0.1}),
+    ("attention written out", {"attention": "math"}),
 )
 """The words of a note that change a model."""
 
