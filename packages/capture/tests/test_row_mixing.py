@@ -114,6 +114,29 @@ def test_rows_that_count_by_themselves_are_taken() -> None:
     capture(lambda: Model(APART), batch, F.cross_entropy)
 
 
+def _shifted(m: Model, h: Tensor) -> Tensor:
+    """Shift scores of relative places by a view of padded rows, as Transformer-XL does."""
+    scores = F.pad(h @ h.transpose(1, 2), (1, 0)).view(len(h), TOKENS + 1, TOKENS)
+    return scores[:, 1:].view(len(h), TOKENS, TOKENS).softmax(-1) @ h
+
+
+@each_case("apart", [True, False])
+def test_rows_are_tried_beside_a_batch_norm(apart: bool) -> None:
+    """Its statistics are those of a microbatch by definition; other operations of its chunk are tried all the same."""
+
+    class Normed(Model):
+        def __init__(self) -> None:
+            super().__init__({"shifted": _shifted if apart else COMBINED["another row"]})
+            self.norm = nn.BatchNorm1d(TOKENS)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.norm(x))
+
+    refusal = pytest.raises(CaptureError, match="combines rows of the batch")
+    with nullcontext() if apart else refusal:
+        capture(Normed, batch, F.cross_entropy, statistics=True)
+
+
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_a_table_that_counts_tokens_is_refused_by_line(kind: type[nn.Module]) -> None:
     class Counting(nn.Module):

@@ -123,12 +123,10 @@ def check_rows_apart(
     ends = {n for after in forward if after not in judged for n in after.all_input_nodes} | set(
         many.outputs
     )
-    combining = any(
-        STATISTICS in named[origin_of(n)].meta for n in forward if origin_of(n) in named
-    )
-    apart = (
-        None if combining else RowTrial(joints, rows.parts, [n for n in judged if n in ends]).same()
-    )
+    of_batch = {
+        n for n in forward if origin_of(n) in named and STATISTICS in named[origin_of(n)].meta
+    }
+    apart = RowTrial(joints, rows.parts, [n for n in judged if n in ends], of_batch).same()
     if apart:
         return []
     if apart is None and all(n in unknown or _routes(n) for n in mixing):
