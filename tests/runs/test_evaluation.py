@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -386,6 +387,32 @@ def test_a_dataset_is_evaluated_whole_or_refused() -> None:
 def test_metrics_that_are_no_means_are_refused(metric: Any, said: str) -> None:
     with pytest.raises(CaptureError, match=said):
         piper.compile(job(metrics={"bad": metric}), piper.Strategy(piper.Mesh(), ()))
+
+
+@each_case(
+    ("metric", "depends"),
+    [
+        (right, False),
+        (
+            lambda output, targets: (
+                (output.topk(2, -1).indices == targets[:, None]).any(-1).double().mean()
+            ),
+            False,
+        ),
+        (lambda output, targets: (output.sum(), (targets > 1).sum()), False),
+        (lambda output, targets: torch.nn.functional.cross_entropy(output, targets).exp(), True),
+        (lambda output, targets: output.square().mean().sqrt(), True),
+        (lambda output, targets: output.abs().max(), True),
+    ],
+)
+def test_a_metric_that_depends_on_the_plan_is_warned_of(metric: Any, depends: bool) -> None:
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        piper.compile(job(metrics={"it": metric}), piper.Strategy(piper.Mesh(), ()))
+    said = [str(w.message) for w in heard if "metric 'it'" in str(w.message)]
+    assert len(said) == depends and all(
+        "mean over microbatches and replicas" in one for one in said
+    )
 
 
 def test_results_are_in_the_folder_and_on_the_page(

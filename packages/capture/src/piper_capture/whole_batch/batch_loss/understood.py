@@ -167,7 +167,7 @@ def with_metrics_of_batch(forward: Forward) -> Forward:
     """Return the graph with metrics that add up to the metrics of the whole batch, as far as they are understood.
 
     One that divides a sum by a number of the batch becomes a pair, and one that is a sum is added up. Any other stays a
-    mean over microbatches.
+    mean over microbatches, with a warning if the whole batch has another one.
     """
     paired = {m.name for m in forward.metrics if m.kind == "metric_weight"}
     groups = [[m] if m.name in paired else _metric(forward, m) for m in forward.metrics]
@@ -186,23 +186,38 @@ def _metric(forward: Forward, metric: MetricNode) -> list[MetricNode]:
         or of_it.terms is None
         or not of_it.terms
     ):
-        return [metric]
+        return _left(forward, metric, alone, LossTrial(alone, dependences.tail, original))
     added_up = _added_up(alone, dependences, undivided=False)
-    if added_up is None or added_up.loss_kind == "mean":
+    if added_up is not None and added_up.loss_kind == "mean":
         return [metric]
+    if added_up is None:
+        return _left(forward, metric, alone, LossTrial(alone, dependences.tail, original))
     trial = LossTrial(
         added_up,
         [*dependences.tail, *(n for n in added_up.graph.nodes if n not in before)],
         original,
     )
     if trial.adds_up(added_up) is False:
-        return [metric]
+        return _left(forward, metric, alone, trial)
     if added_up.weight is None:
         return [replace(metric, kind="metric_total", node=added_up.loss)]
     return [
         replace(metric, node=added_up.loss),
         replace(metric, kind="metric_weight", node=added_up.weight),
     ]
+
+
+def _left(
+    forward: Forward, metric: MetricNode, alone: Forward, trial: LossTrial
+) -> list[MetricNode]:
+    """Return a metric as it is; warn unless its mean over microbatches is that of the whole batch by its numbers."""
+    if not trial.adds_up(replace(alone, loss_kind="mean")):
+        forward.warned.append(
+            f"metric {metric.name!r}: it is no mean, sum, or sum divided by a number of the batch. A step has its mean "
+            f"over microbatches and replicas, which depends on their number; return a pair of scalars (sum, weight) "
+            f"for the quotient of both sums"
+        )
+    return [metric]
 
 
 def _by_trial(forward: Forward, found: Dependences, original: Original) -> Forward:
