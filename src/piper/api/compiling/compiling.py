@@ -330,14 +330,14 @@ def advancing_notice(compiled: Compiled) -> str:
 
 @contextmanager
 def _shards_in_errors(strategy: Strategy) -> Iterator[None]:
-    """Add to the capture's refusal to share chunks which directives of the strategy ask for that, and their places."""
+    """Begin the capture's refusal to share chunks with the directives of the strategy that ask for it, and their places."""
     try:
         yield
     except DirectiveError as error:
         asked = [f"{describe(d)} at {d.site}" for d in strategy.directives if isinstance(d, shard)]
         if not asked:
             raise
-        raise DirectiveError(f"{error} ({'; '.join(asked)})", error.chunks) from error
+        raise DirectiveError(f"{'; '.join(asked)}: {error}", error.chunks) from error
 
 
 @contextmanager
