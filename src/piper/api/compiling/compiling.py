@@ -330,7 +330,7 @@ def advancing_notice(compiled: Compiled) -> str:
 
 @contextmanager
 def _shards_in_errors(strategy: Strategy) -> Iterator[None]:
-    """Begin the capture's refusal to share chunks with the directives of the strategy that ask for it, and their places."""
+    """Begin the refusal of a capture to share chunks with the directives that ask for it, and their places."""
     try:
         yield
     except DirectiveError as error:
