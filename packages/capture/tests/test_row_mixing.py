@@ -122,7 +122,7 @@ def _shifted(m: Model, h: Tensor) -> Tensor:
 
 @each_case("apart", [True, False])
 def test_rows_are_tried_beside_a_batch_norm(apart: bool) -> None:
-    """Its statistics are those of a microbatch by definition; other operations of its chunk are tried all the same."""
+    """A batch norm has a microbatch's statistics by definition; other operations of its chunk are tried all the same."""
 
     class Normed(Model):
         def __init__(self) -> None:

@@ -234,8 +234,8 @@ def _run(path: Path) -> ModuleType:
         importlib.util.decode_source(source)
         spec.loader.exec_module(module)
     except PiperError as e:
-        named = f"{path.name}:" in str(e)
-        e.line = "" if named else _line(e, path).replace("(", f"({path.name}, ", 1)
+        if f"{path.name}:" not in str(e):
+            e.line = _line(e, path, f"{path.name}, ")
         raise
     except (Exception, SystemExit) as e:  # the user's file may fail in any way
         raise JobError(
@@ -246,16 +246,16 @@ def _run(path: Path) -> ModuleType:
     return module
 
 
-def _line(error: BaseException, path: Path) -> str:
-    """Return where in the user's file an error happened."""
+def _line(error: BaseException, path: Path, before: str = "") -> str:
+    """Return where in the user's file an error happened, in parentheses, with `before` before the line."""
     if isinstance(error, SyntaxError):
-        return f" (line {error.lineno})" if error.lineno else ""
+        return f" ({before}line {error.lineno})" if error.lineno else ""
     frames = [
         f
         for f in traceback.extract_tb(error.__traceback__)
         if Path(f.filename).resolve() == path.resolve()
     ]
-    return f" (line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
+    return f" ({before}line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
 
 
 def _options(path: Path, module: ModuleType) -> Options:

@@ -1,4 +1,4 @@
-"""Say which states the replicas of a published run share, and in which buckets."""
+"""Make the directive that shards the states of a published run over its replicas, with its software's buckets."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from piper.published.run_model import is_megatron, is_nanotron
 from piper.published.table import PublishedRow
 from piper_compiler import replicate
 from piper_compiler.directives import Directive
+from piper_compiler.directives.replicate import STATES
 from piper_ir.ground.errors import JobError
 from piper_ir.ground.select import where
 
@@ -21,9 +22,7 @@ if TYPE_CHECKING:
 WHOLE_MB = 2**20
 """The MiB of a bucket that holds all gradients of a role, for software that reduces them after the backward."""
 HSDP = re.compile(r"\bHSDP(?: over (\d+))?")
-"""The words of a note whose states are shared by the devices of a node, or by so many, and replicated beyond them."""
-STATES = ("optim", "grads", "params")
-"""The states in the order in which levels of ZeRO shard them."""
+"""The words of a note for hybrid sharding: a node's devices, or so many, share the states, and others copy them."""
 BUCKET_PER_REPLICA = 10**6
 """The parameters of a bucket of gradients per replica in Megatron-Core, and 40 million at least.
 
@@ -78,7 +77,7 @@ def states(
         once: dict[str, Any] = {"resident_mb": "step", "reduced_mb": "step"}
         stay = once if published.pp > 1 else {}
         if groups > 1:
-            shared = dict.fromkeys(STATES[: published.zero], over)
+            shared = dict.fromkeys(STATES[-published.zero :], over)
             return (replicate(where(), (*over, "rep"), shard=shared, bucket_mb=bucket, **stay),)
         return (replicate(where(), over, published.zero, bucket_mb=bucket, **stay),)  # type: ignore[arg-type]  # 2 or 3
     whole = behind or "bucketing off" in published.note

@@ -13,7 +13,7 @@ AXES = ("tp", "cp", "ep", "pp")
 KEPT = ("all", "products", "attention", "inputs")
 """The policies of recomputation, by how much of a layer they keep."""
 KEPT_COMPILED = ("all", "products/1", *KEPT[1:])
-"""The policies where plans may have compiled chunks, of which the second is the usual one."""
+"""The policies that are tried where plans may have compiled chunks, whose default is products/1."""
 TILES = 8
 """The tiles of tokens in which a large loss is computed, as in torchtitan's recipes."""
 

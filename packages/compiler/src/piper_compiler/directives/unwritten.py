@@ -39,9 +39,9 @@ def kept_by_kernels(
 ) -> tuple[Recompute, ...]:
     """Return the directive for compiled layers that no `recompute` of the strategy selects; for all without layers.
 
-    Other chunks have nothing to gain: the backward of a loss follows its forward at once. It is applied last, and
-    leaves out chunks under a policy, with torch's own operations, whose tensors wait on the host, and whose backward is
-    no single graph.
+    Other chunks have nothing to gain: the backward of a loss follows its forward at once. The directive stands behind
+    all others. It leaves out chunks that are under a policy already, that run torch's own operations (`eager`), that
+    keep tensors on the host (`offload`), or whose backward is not compiled as one graph.
     """
     if kernels == "eager":
         return ()

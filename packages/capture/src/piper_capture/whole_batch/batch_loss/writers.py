@@ -76,7 +76,7 @@ AUGMENTED = frozenset(
 
 
 def like_another(node: fx.Node) -> fx.Node | None:
-    """Return the tensor of which a call takes the shape, dtype or device alone, as logits in `weight.to(logits)`."""
+    """Return the tensor that gives a call its shape, dtype or device alone, as logits do in `weight.to(logits)`."""
     if call_name(node) not in LIKE_ANOTHER or len(node.args) < 2:
         return None
     other = node.args[1]
