@@ -97,11 +97,14 @@ $(VENV)/.created:
 	@touch $@
 
 # torch first and alone, so that nothing else chooses its build; then the build backend in the version of constraints.txt, which
-# build isolation would not take; then Piper with what it requires.
+# build isolation would not take; then Piper with what it requires. The finder of an editable install comes after the path, on
+# which a folder named piper beside a script (a clone, say) would be found first as a package without code: hence the paths.
 $(INSTALLED): $(VENV)/.created $(MANIFESTS)
 	@echo "installing torch (a large download when it is not there yet)"
 	@$(PIP) torch==2.13.0 || $(PIP_FAILED)
 	@echo "installing Piper and the development tools"
 	@$(PIP) setuptools || $(PIP_FAILED)
 	@$(PIP) --no-build-isolation -e '.[dev]' || $(PIP_FAILED)
+	@for folder in $(subst :, ,$(SOURCES)); do echo "$(CURDIR)/$$folder"; done \
+		> "$$($(PY) -c 'import site; print(site.getsitepackages()[0])')/piper-sources.pth"
 	@echo "$(CURDIR)" > $@

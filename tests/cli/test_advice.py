@@ -119,6 +119,12 @@ def ctc(x: Tensor, t: Tensor) -> Tensor:
     return F.ctc_loss(scores, t[:, None].clamp(min=1), lengths, torch.ones_like(t))
 
 
+def by_margins(net: Any, x: Tensor) -> Tensor:
+    classes = torch.where(first_token(x), 1, -1)  # and padding
+    margins = F.multilabel_margin_loss(net.linear(x)[:, 0, :LENGTH], classes, reduction="none")
+    return x * margins[:, None, None]
+
+
 @torch.library.custom_op("piper_advice::ctc", mutates_args=())
 def registered_ctc(scores: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     lengths = torch.full_like(t, LENGTH)
@@ -314,6 +320,7 @@ ROWS_OF_THE_TABLE: dict[str, Row] = {
         lambda net, x: net.linear(x)[..., : CLASSES + 1],
         losses=(ctc, ctc_as_registered),
     ),
+    "margins of several labels": Row(r"opaque=True", by_margins, opaque(by_margins)),
     "in-place change under a view": Row(
         r"keep the view and the change in one region",
         lambda net, x: changed_view(net, x, (0, 0)),

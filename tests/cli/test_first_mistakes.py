@@ -3,8 +3,11 @@ Dynamo's."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -242,3 +245,12 @@ def test_what_is_right_stays_right() -> None:
         dict(model=OwnLoss, loss=lambda out, _: out["loss"]),
     ):
         assert piper.execute(piper.compile(job(**changed), ONE), steps=1, launcher="inline").losses
+
+
+def test_a_folder_named_piper_beside_a_script_is_not_imported(tmp_path: Path) -> None:
+    """A clone is such a folder, which Python takes for a package if an editable install is not on its path."""
+    (tmp_path / "piper").mkdir()
+    script = tmp_path / "job.py"
+    script.write_text("import piper\nprint(piper.__version__)\n", encoding="utf-8")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == piper.__version__, done.stderr

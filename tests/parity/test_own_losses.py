@@ -18,23 +18,24 @@ class OwnEntropy(torch.autograd.Function):
     """Compute a cross-entropy with a backward of its own, as fused kernels do."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, classes: Tensor, how: str) -> Tensor:
-        kept = (classes != -100).to(scores.dtype)
+    def forward(ctx: Any, scores: Tensor, classes: Tensor, how: str, ignored: int = -100) -> Tensor:
+        kept = (classes != ignored).to(scores.dtype)
         share = (
             kept if how == "sum" else kept / kept.sum() if how == "kept" else kept / kept.numel()
         )
         ctx.save_for_backward(scores, classes, share)
-        return (F.cross_entropy(scores, classes, reduction="none") * share).sum()
+        each = F.cross_entropy(scores, classes.clamp(0, scores.shape[-1] - 1), reduction="none")
+        return (each * share).sum()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]  # torch has any arguments
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]  # torch has any arguments
         scores, classes, share = ctx.saved_tensors
         hot = F.one_hot(classes.clamp(min=0), scores.shape[-1]).to(scores.dtype)
-        return grad * (scores.softmax(-1) - hot) * share[:, None], None, None
+        return grad * (scores.softmax(-1) - hot) * share[:, None], None, None, None
 
 
-def own(how: str, labels: str = "y") -> Any:
-    return lambda o, t: OwnEntropy.apply(o.flatten(0, 1), t[labels].flatten(), how) * 1.0
+def own(how: str, labels: str = "y", ignored: int = -100) -> Any:
+    return lambda o, t: OwnEntropy.apply(o.flatten(0, 1), t[labels].flatten(), how, ignored) * 1.0
 
 
 @pytest.mark.sampled(4)
@@ -44,12 +45,37 @@ def test_a_function_of_a_user_is_tried_on_numbers(how: str, kind: str, way: str)
     assert check(job(own(how)), way) == kind
 
 
-def test_a_function_of_a_user_that_divides_by_a_count_is_refused() -> None:
-    """A part of a batch may not give one number, since every function would seem to be a mean then."""
+@pytest.mark.parametrize("loss", [own("kept"), own("kept", "all", 6)])
+def test_a_function_of_a_user_that_divides_by_a_count_is_refused(loss: Any) -> None:
+    """A part of a batch may not give one number, since every function would seem to be a mean then.
+
+    Random targets have 6, which the function compares with, only if the trial looks into it.
+    """
     with pytest.raises(
         CaptureError, match=r"test_own_losses.py:\d+.*neither a sum nor a mean over rows"
     ):
-        check(job(own("kept")), "pp")
+        check(job(loss), "pp")
+
+
+class OwnSquares(torch.autograd.Function):
+    """Compute the mean square over the numbers that are not missing."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, wanted: Tensor) -> Tensor:
+        there = ~wanted.isnan()
+        missed = torch.where(there, output - wanted.nan_to_num(), 0.0)
+        ctx.save_for_backward(missed, there.sum())
+        return missed.square().sum() / there.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]  # torch has any arguments
+        missed, count = ctx.saved_tensors
+        return grad * 2 * missed / count, None
+
+
+def test_a_function_of_a_user_that_leaves_out_missing_numbers_is_refused() -> None:
+    with pytest.raises(CaptureError, match="neither a sum nor a mean over rows"):
+        check(job(lambda o, t: OwnSquares.apply(o, t["f"]) * 1.0), "pp")
 
 
 def by_nan(o: Tensor, t: Any) -> Tensor:
@@ -61,7 +87,5 @@ def from_zero(o: Tensor, t: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", [by_nan, from_zero])
-def test_numbers_that_a_loss_compares_with_are_among_those_tried(loss: Any) -> None:
-    """The mean over some integers is one over all where none of them is -100."""
-    with pytest.raises(CaptureError, match=r"test_own_losses.py:\d+"):
-        check(job(loss), "pp")
+def test_a_mean_over_numbers_that_are_not_missing_is_divided_by_their_count(loss: Any) -> None:
+    assert check(job(loss), "pp") == "sum"

@@ -93,6 +93,11 @@ _CTC = Refusal(
     "Let the model compute it, in a small nn.Module that gets the labels and the lengths as tensors: this module "
     "then runs by autograd as it is.",
 )
+_MULTILABEL_MARGIN = Refusal(
+    "torch's tracing of it counts the padding of targets (-1), also under torch.compile: another loss than in eager mode",
+    "Let the model compute it, in a small nn.Module under `with piper.region(opaque=True):`, or take "
+    "F.multilabel_soft_margin_loss.",
+)
 _AUTOCAST = Refusal(
     "autocast inside the model: its casts of parameters would be saved for every microbatch",
     "Remove it and say so in the job: Job(precision=Precision(params='float32', compute='bfloat16')); "
@@ -118,6 +123,8 @@ REFUSALS: Mapping[object, Refusal] = {
     torch.native_layer_norm: _NATIVE_NORM,
     F.ctc_loss: _CTC,
     torch.ctc_loss: _CTC,
+    F.multilabel_margin_loss: _MULTILABEL_MARGIN,
+    torch._C._nn.multilabel_margin_loss: _MULTILABEL_MARGIN,
     torch.amp.autocast_mode._enter_autocast: _AUTOCAST,
 }
 """The refusal of each call target."""

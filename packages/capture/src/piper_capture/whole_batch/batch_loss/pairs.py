@@ -39,8 +39,9 @@ _OUT_OF_PLACE: Mapping[object, Callable[..., Any] | str] = {
 def write_divisions(forward: Forward) -> Forward:
     """Write each mean over classes in the loss as a sum divided by the number of targets, or by their weights.
 
-    Numbers that the loss changes in place (`loss += more`) become new numbers. The graph computes the same as before.
-    Nodes outside of the loss, such as a metric, read the mean as it was.
+    So is a mean over the numbers that are not NaN. Numbers that the loss changes in place (`loss += more`) become new
+    numbers. The graph computes the same as before. Nodes outside of the loss, such as a metric, read the mean as it
+    was.
     """
     examples, wanted = Examples(), with_writers(forward.graph, ancestors([forward.loss]))
     counts: dict[str, fx.Node] = {}
@@ -53,6 +54,15 @@ def write_divisions(forward: Forward) -> Forward:
             old, mean = _divided(forward.graph, node, examples, counts)
             old.replace_all_uses_with(mean, delete_user_cb=wanted.__contains__)
             loss = mean if old is loss else loss
+        elif (
+            call_name(node) == "nanmean"
+            and not has_rows(node)
+            and has_rows(node.all_input_nodes[0])
+        ):
+            with forward.graph.inserting_before(node):
+                mean = _nan_divided(Builder(forward.graph, node, examples), node)
+            node.replace_all_uses_with(mean, delete_user_cb=wanted.__contains__)
+            loss = mean if node is loss else loss
     return replace(forward, loss=loss)
 
 
@@ -121,6 +131,20 @@ def _divided(
         if key not in counts:
             counts[key] = _count(after, by_name["target"], ignored, by_name.get("weight"))
         return first, after.call(operator.truediv, total, counts[key])
+
+
+def _nan_divided(build: Builder, node: fx.Node) -> fx.Node:
+    """Return a new node that makes a `nanmean` of a sum and a count."""
+    given = zip(("input", "dim", "keepdim"), node.args, strict=False)
+    how: dict[str, Any] = {**dict(given), **node.kwargs}
+    values, along = how["input"], [how.get("dim"), how.get("keepdim", False)]
+    there = build.method("logical_not", build.method("isnan", values))
+    summed = build.method("to", values, torch.float32) if is_half(values) else values
+    return build.call(
+        operator.truediv,
+        build.method("nansum", summed, *along),
+        build.method("sum", there, *along),
+    )
 
 
 def _summed(after: Builder, node: fx.Node, given: Mapping[str, Any]) -> fx.Node:

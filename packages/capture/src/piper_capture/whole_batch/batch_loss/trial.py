@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import isfinite, prod
@@ -38,6 +39,10 @@ COUNTED = {"ge": (0, 1), "gt": (1, 1), "le": (0, -1), "lt": (-1, -1)}
 
 Floating-point numbers lie around it.
 """
+MISSING = {"isinf": math.inf} | dict.fromkeys(
+    ("isnan", "isfinite", "nan_to_num", "nansum", "nanmean"), math.nan
+)
+"""The number that a call treats apart from all others."""
 MOST = 2**24
 """The largest number of elements in a tensor of the loss for which it is computed: one to two seconds per filling."""
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -60,6 +65,8 @@ class Filling:
         double: whether all is computed in float64, so that small terms show.
         ignoring: whether some targets are numbers that the loss is thought to ignore.
         counted: whether the others are numbers that a comparison counts.
+        missing: whether some floating-point numbers of the batch are NaN, or infinite, if the loss asks for such.
+        turn: which of several numbers that a loss may ignore is among the targets.
     """
 
     seed: int
@@ -68,6 +75,8 @@ class Filling:
     double: bool = True
     ignoring: bool = True
     counted: bool = False
+    missing: bool = False
+    turn: int = 0
 
 
 FILLINGS = (
@@ -138,7 +147,8 @@ class LossTrial:
         self._merged: list[fx.Node] = []
         self._tokens_first, self._filling = frozenset[fx.Node](), FILLINGS[0]
         self._counted: dict[fx.Node, tuple[float, int]] = {}
-        self._targets, self._close = self._class_targets(), 0.0
+        self._targets, self._close = self._ignored_targets(), 0.0
+        self._missing = self._missing_numbers()
         self.possible = self._small() and all(self._dimension(n) is not None for n in self._sources)
 
     def unknown(self, of: Mapping[fx.Node, Dependence]) -> fx.Node | None:
@@ -171,38 +181,54 @@ class LossTrial:
             self._merged.append(node)
         return symbolic[0] if len(symbolic) == 1 and sizes[0] % PARTS == 0 else None
 
-    def _class_targets(self) -> dict[fx.Node, float]:
-        """Return the numbers of the batch that may be targets, each with one that the loss may ignore.
+    def _ignored_targets(self) -> dict[fx.Node, list[float]]:
+        """Return the numbers of the batch that may be targets, with the targets that the loss may ignore.
 
-        It is the `ignore_index` of a loss of classes, the usual one for functions that cannot be seen into, or an
-        integer on the ignored side of a comparison.
+        An ignored target is the `ignore_index` of a loss of classes, an integer on the ignored side of a comparison,
+        and, for a function with a backward of its own, any of its integer arguments, or the usual one.
         """
-        ignored_by_target: dict[fx.Node, float] = {}
+        ignored_by_target: dict[fx.Node, list[float]] = {}
         own = set(own_backwards(self._tail))
         for node in (n for n in self._forward.graph.nodes if n in self._tail):
             if node.op == "call_function" and call_name(node) in CLASSES:
                 by_name = arguments(node)
-                read, ignored = [by_name["target"]], by_name.get("ignore_index", IGNORED)
+                read, ignored = [by_name["target"]], [by_name.get("ignore_index", IGNORED)]
                 if by_name["target"].meta["example_value"].is_floating_point():
                     continue
             elif node in own:
-                read, ignored = node.all_input_nodes, IGNORED
-            elif (
-                call_name(node) in BESIDE
-                and len(node.args) > 1
-                and type(node.args[1]) in (int, float)
-            ):
-                read, ignored = node.all_input_nodes, node.args[1] + BESIDE[call_name(node)]
+                inside = [beside for n in self._inside(node) for beside in _beside(n)]
+                given = [a for a in (*node.args, *node.kwargs.values()) if type(a) is int]
+                read, ignored = node.all_input_nodes, [*inside, *given, IGNORED]
             else:
-                continue
-            for reached in ancestors(read).intersection(self._sources):
-                ignored_by_target.setdefault(reached, ignored)
+                read, ignored = node.all_input_nodes, _beside(node)
+            for reached in ancestors(read).intersection(self._sources) if ignored else ():
+                known = ignored_by_target.setdefault(reached, [])
+                known.extend(number for number in ignored if number not in known)
                 if call_name(node) in COUNTED:
                     first, step = COUNTED[call_name(node)]
                     around = any(t.is_floating_point() for t in tensors_of(reached))
                     at = node.args[1] + (0 if around else first)
                     self._counted.setdefault(reached, (at, step))
         return ignored_by_target
+
+    def _inside(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Yield the nodes of the graphs that a function of the user's was captured as."""
+        for name in (str(n.target) for n in node.all_input_nodes if n.op == "get_attr"):
+            body = getattr(self._forward.owner, name)
+            parts = body.modules() if isinstance(body, fx.GraphModule) else ()
+            for part in (p for p in parts if isinstance(p, fx.GraphModule)):
+                yield from part.graph.nodes
+
+    def _missing_numbers(self) -> dict[fx.Node, float]:
+        """Return the floating-point numbers of the batch that may be missing, with NaN or infinity in their place."""
+        found: dict[fx.Node, float] = {}
+        for node in self._tail:
+            names = {call_name(n) for n in (node, *self._inside(node))}.intersection(MISSING)
+            for reached in ancestors(node.all_input_nodes).intersection(self._sources):
+                floating = any(t.is_floating_point() for t in tensors_of(reached))
+                if names and floating and not _trained(reached):
+                    found[reached] = MISSING[min(names)]
+        return found
 
     def adds_up(self, made: Forward) -> bool | None:
         """Return whether the loss of parts gives the user's loss of the whole, in value and gradient.
@@ -223,7 +249,10 @@ class LossTrial:
         return False
 
     def _judged(self, made: Forward) -> bool | None:
-        fillings = FILLINGS if self._largest() <= MANY else FILLINGS[::2]
+        fillings = [*(FILLINGS if self._largest() <= MANY else FILLINGS[::2])]
+        if self._missing:
+            fillings.append(Filling(5, missing=True))
+        fillings = [replace(filling, turn=turn) for turn, filling in enumerate(fillings)]
         verdict = self._all(made, fillings)
         if verdict is None:  # an operation may not take float64
             verdict = self._all(made, [replace(filling, double=False) for filling in fillings])
@@ -315,6 +344,8 @@ class LossTrial:
             if self._filling.counted and node in self._counted:  # on both sides
                 first, step = self._counted[node]
                 numbers = numbers.sub_(0.3).mul_(step).add_(first)
+            if self._filling.missing and node in self._missing:
+                numbers[_more_at_first(shape, generator)] = self._missing[node]
             return self._precise(numbers.to(tensor.dtype))
         if tensor.dtype == torch.bool:
             return torch.rand(shape, generator=generator) > 0.5
@@ -322,13 +353,10 @@ class LossTrial:
         if self._filling.counted and node in self._counted:
             first, step = self._counted[node]
             ones = int(first) + step * ones
-        if (
-            node in self._targets and self._filling.ignoring
-        ):  # the first part has more that are ignored than the second
-            ignored = torch.rand(shape, generator=generator) < torch.linspace(
-                0.7, 0.1, shape[0]
-            ).reshape(-1, *[1] * (len(shape) - 1))
-            return torch.where(ignored, self._targets[node], ones).to(tensor.dtype)
+        if node in self._targets and self._filling.ignoring:
+            several = self._targets[node]
+            ignored = several[self._filling.turn % len(several)]
+            return torch.where(_more_at_first(shape, generator), ignored, ones).to(tensor.dtype)
         return ones.to(tensor.dtype)
 
     def _part(self, node: fx.Node, value: Tensor, k: int) -> Tensor:
@@ -413,6 +441,20 @@ def _call(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
     return node.target(*args, **kwargs)
+
+
+def _beside(node: fx.Node) -> list[float]:
+    """Return the number on the ignored side of a comparison with a constant, in a list; no number for other calls."""
+    constant = node.args[1] if call_name(node) in BESIDE and len(node.args) > 1 else None
+    if isinstance(constant, int | float) and not isinstance(constant, bool):
+        return [constant + BESIDE[call_name(node)]]
+    return []
+
+
+def _more_at_first(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Return a mask that is true at random places, in the first part more often than in the second."""
+    often = torch.linspace(0.7, 0.1, shape[0] if shape else 1)
+    return torch.rand(shape, generator=generator) < often.reshape(-1, *[1] * (len(shape) - 1))
 
 
 def _trained(node: fx.Node) -> bool:
