@@ -48,6 +48,7 @@ from piper_simulator.durations.launches import (
     costs_by_device,
     issue_seconds,
     launching_devices,
+    spared_launches,
 )
 from piper_simulator.durations.provenance import Provenance
 from piper_simulator.durations.transfers import Transfers
@@ -319,8 +320,8 @@ class DeviceModel(CostModel):
             inside = summed(sent)
             source = min([kernels.source, *(w.source for _, _, w, _ in taken)], key=_TRUST.index)
             if device is not None and not device.synchronous:
-                messages_s = device.launch_s * sum([m.count for m in inside])
-                kernels = replace(kernels, launch_s=kernels.launch_s + messages_s)
+                calls = sum([m.count for m in inside]) - spared_launches(device, sig, step)
+                kernels = replace(kernels, launch_s=kernels.launch_s + calls * device.launch_s)
                 if sig.experts is None:  # no stack runs the messages of experts beside products
                     inside = beside_kernels(device, inside, kernels.seconds)
             seconds = kernels.seconds + sum([m.exposed_s for m in inside])

@@ -22,7 +22,7 @@ Kernels that the device's table knows (`piper_simulator.cluster.kernel_table`) t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -35,7 +35,7 @@ from piper_simulator.cluster.kernel_table import SOURCES, Found, How
 from piper_simulator.cluster.stacks import Stack
 from piper_simulator.durations.alignment import aligned_part
 from piper_simulator.durations.eager_launches import Launched, launched_by_torch
-from piper_simulator.durations.software_kernels import FUSION, HALF, INSIDE, run_kernels
+from piper_simulator.durations.software_kernels import FUSION, HALF, INSIDE, QUANTISERS, run_kernels
 
 _AT_PEAK = frozenset({"matmul", "attention"})
 TILES = ((128, 128), (128, 256), (256, 128))
@@ -50,6 +50,11 @@ It was chosen by published runs, of which 0.3 to 0.5 fit equally well.
 Whole waves would make products that just fill them 5 to 10 % quicker than others, which published runs do not show:
 models of 1.5B and 14.6B, whose products fill an A100's SMs, reach the rate of 6.2B and 28.3B (Zero Bubble pipelines).
 """
+PART_S = 8e-6
+"""The seconds of the host for a kernel that a module's call starts from C++: `launch_s` of eager torch's stacks."""
+_RING = frozenset({"context_take", "context_merge"})
+_PARTS = QUANTISERS | _RING
+"""The operators that software starts within the call of a product or of attention: casts to float8, steps of a ring."""
 WIDE = 128
 """The dimensions of a head up to which attention kernels reach their published fractions."""
 
@@ -89,8 +94,8 @@ def step_seconds(device: Device, cost: Cost, step: Step) -> float:
     return step_took(device, cost, step).seconds
 
 
-def launch_count(device: Device, cost: Cost) -> int:
-    """Count the kernels that the host launches for a step of a chunk.
+def launch_count(device: Device, cost: Cost) -> float:
+    """Count the kernels that the host launches for a step of a chunk, a part of a call by its share of `launch_s`.
 
     A kernel that fills results is started by the call that allocates them, and a sum is a part of its product.
     """
@@ -98,11 +103,32 @@ def launch_count(device: Device, cost: Cost) -> int:
     if stack is None:
         return sum(k.count for k in cost.kernels)
     fused = {k.kind for k in cost.kernels if _one_for_all(stack, k)}
-    return len(fused) + sum(
-        k.count * _launched(device, k).count
+    launches = [
+        (k, k.count * _launched(device, k).count)
         for k in cost.kernels
         if not _one_for_all(stack, k) and k.op not in INSIDE
-    )
+    ]
+    parts = _parts(launches)
+    return len(fused) + sum(n for _, n in launches) - parts * (1 - part_of_call(device))
+
+
+def _parts(launches: Sequence[tuple[Kernel, int]]) -> int:
+    """Count the launches of a step that are parts of another one's call.
+
+    Of the pieces of a ring attention all but the first are parts.
+    """
+    ops = {k.op for k, _ in launches}
+    parts = sum(n for k, n in launches if k.op in _PARTS)
+    pieces = sum(n for k, n in launches if k.kind == "attention")
+    return parts if ops.isdisjoint(_RING) else parts + max(0, pieces - 1)
+
+
+def part_of_call(device: Device) -> float:
+    """Return the host's time for a kernel within a call, over `launch_s`: 1 if each kernel is a call of its own."""
+    stack = device.stack
+    if stack is None or stack.lowering == "torch" or device.launch_s <= PART_S:
+        return 1.0
+    return PART_S / device.launch_s
 
 
 def _one_for_all(stack: Stack, kernel: Kernel) -> bool:
@@ -123,7 +149,7 @@ def kernel_seconds(device: Device, kernel: Kernel, step: Step) -> Found:
     )
 
 
-def launched(device: Device, busy: float, kernels: int) -> tuple[float, float]:
+def launched(device: Device, busy: float, kernels: float) -> tuple[float, float]:
     """Return the device's seconds for kernels that are `busy` seconds, and the host's seconds to launch them.
 
     A host that is the device itself launches them one after the other: then the first has both, and the second is 0.

@@ -13,8 +13,14 @@ from dataclasses import replace
 from piper_ir.ground.errors import ClusterError
 from piper_ir.plan.plan import Plan
 from piper_ir.program.costs import Costs
+from piper_ir.program.program import Kernel, Signature, Step
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
+from piper_simulator.durations.kernels import part_of_call
+from piper_simulator.durations.software_kernels import run_kernels
+
+OF_SCALES = "in float8_scale"
+"""The reason of a message (`StepCollective.why`) by which devices agree on the scale of a tensor in float8."""
 
 
 def launching_devices(plan: Plan, cluster: Cluster | None) -> Sequence[Device | None]:
@@ -31,6 +37,30 @@ def launching_devices(plan: Plan, cluster: Cluster | None) -> Sequence[Device | 
         )
     devices = [kind.device for kind in cluster.kinds]
     return [replace(d, launch_s=0.0) for d in devices] if plan.cuda_graph else devices
+
+
+def spared_launches(device: Device, step: Signature, name: Step) -> float:
+    """Return how many launches less a step takes since software starts pieces within one call.
+
+    Pieces are the messages of a ring, and the ones of a message with the products beside them (`shard(pieces=...)`);
+    so are scales of tensors in float8, on which devices agree.
+    """
+    by_call: dict[tuple[str, str, str], list[int]] = {}
+    pieces = 0
+    for number, message in enumerate(step.collectives):
+        by_call.setdefault((message.kind, message.axis, message.why), []).append(number)
+        pieces += message.why.startswith(OF_SCALES)
+    beside = {o.number: o.beside for o in step.overlaps}
+    for (kind, _, _), numbers in by_call.items():
+        if len(numbers) > 1 and (kind == "shift" or not beside.keys().isdisjoint(numbers)):
+            of_products = [beside[n].kernels for n in numbers if n in beside]
+            pieces += len(numbers) - 1 + sum(_products(device, k, name) for k in of_products)
+    return pieces * (1 - part_of_call(device))
+
+
+def _products(device: Device, kernels: Sequence[Kernel], step: Step) -> int:
+    run = kernels if device.stack is None else run_kernels(device.stack, kernels, step)
+    return sum(k.count for k in run if k.kind == "matmul")
 
 
 def issue_seconds(plan: Plan, cluster: Cluster | None, costs: Costs) -> float:

@@ -31,12 +31,15 @@ from math import prod
 
 from piper_ir.ground.sizes import bind
 from piper_ir.program.program import Kernel, Step
+from piper_simulator.cluster.device import FLOAT8
 from piper_simulator.cluster.stacks import Stack
 
 _SOFTMAX = frozenset({"_softmax", "_softmax_backward_data"})
 _DROPOUT = "native_dropout"
 _ROUTER = frozenset({"topk", "scatter"})
 _SCALE = "float8_scale"
+QUANTISERS = frozenset({_SCALE, "float8_cast", "amin"})
+"""The operators that make a tensor in float8 of one in 16 bit, among them the minimum for a scale."""
 FILL, SUM = "fill", "sum of a product"
 INSIDE = frozenset({FILL, SUM})
 """The names of kernels that no launch of their own starts."""
@@ -139,10 +142,13 @@ class _Product:
         """Return whether another product belongs to them, given the kernel that follows it.
 
         One activation may stand between, or its gradient: then a product with it follows, or the sum of both results.
+        So may casts of the operands to float8.
         """
         if not _fits(self.kernel, other, free):
             return False
-        between = [k for k in self.behind if not _adds_gradient(k, step)]
+        between = [
+            k for k in self.behind if not _adds_gradient(k, step) and not _quantises(self.kernel, k)
+        ]
         gate = "mul" if _is_forward(step) else "add"
         gated = follower is not None and follower.op == gate and not self.before
         return not between or (gated and sum(k.count for k in between) == 1)
@@ -166,6 +172,11 @@ class _Product:
         yield from () if _is_forward(step) else self.before
         yield self.kernel
         yield from (*self.before, *self.behind) if _is_forward(step) else self.behind
+
+
+def _quantises(product: Kernel, kernel: Kernel) -> bool:
+    """Return whether a kernel makes an operand of a product in float8."""
+    return product.dtype == FLOAT8 and kernel.op in QUANTISERS
 
 
 def _joined_products(kernels: Sequence[Kernel], step: Step) -> Iterator[Kernel]:
