@@ -103,7 +103,7 @@ def test_every_step_of_every_code_is_measured_at_all_rows(costs: Costs) -> None:
 def test_compiled_steps_are_measured_as_they_run(pool: Pool) -> None:
     """A whole backward is one step, B; steps that only a whole strategy has are refused by name."""
     where = piper.where
-    more = piper.eager(where(stage=0)), piper.recompute(where(layer=3), keep="all")
+    more = piper.eager(where(stage=0)), piper.recompute(where(layer=2), keep="all")
     strategy = piper.Strategy(PIPELINE.mesh, (*PIPELINE.directives, *more))
     costs = profile(JOB, strategy, rows=[4], repeats=1, pool=pool, kernels="inductor")
     plan = compile(JOB, strategy, options=piper.Options(kernels="inductor")).plan

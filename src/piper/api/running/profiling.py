@@ -130,7 +130,7 @@ def profile(
         for r in chosen
     ]
     _check_measured(target, (*singles, *again))
-    sharing = _sharing(job, target.plan.rows, alone, alike, options)
+    sharing = _sharing(job, target.plan.rows, alone, plain, options)
     requests = _requests(target, singles, again, sharing, repeats)
     if pool is not None:
         reports = pool.run(target.plan, requests, timeout_s)
@@ -216,15 +216,15 @@ def _named_policy(keep: str) -> recompute:
 
 
 def _sharing(
-    job: Job, rows: int, mesh: Mesh, alike: Sequence[Directive], options: Options
+    job: Job, rows: int, mesh: Mesh, plain: Sequence[Directive], options: Options
 ) -> list[Plan]:
     """Return plans of ranks that share states, for the ops on their parts; none if the optimizer cannot share."""
     spec = trained_job("profile", job, None).spec
     if not spec.flat:
         return []
-    own = _axes_of_experts(alike)
+    own = _axes_of_experts(plain)
     jobs = {n: replace(job, global_batch=rows * n * mesh.degree(own)) for n in SHARING}
-    zero = (*alike, *recipes.data_parallel(over=("dp", *own), zero=2))
+    zero = (*plain, *recipes.data_parallel(over=("dp", *own), zero=2))
     return [
         compile(of, Strategy(Mesh(mesh.sizes, mesh.order, dp=n), zero), options=options).plan
         for n, of in jobs.items()
