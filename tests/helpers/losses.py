@@ -193,6 +193,10 @@ LOSSES: dict[str, tuple[str, Loss]] = {
         ),
     ),
     "labels set to -100 in the loss": ("sum", relabelled),
+    "where(mask, loss, nan).nanmean()": (
+        "sum",
+        lambda o, t: torch.where(t["mask"], each(o, t["all"]), torch.nan).nanmean(),
+    ),
     "(loss * mask).sum() / mask.sum()": ("sum", lambda o, t: masked(o, t) / t["mask"].sum()),
     "(loss * mask).mean() / mask.mean()": (
         "sum",

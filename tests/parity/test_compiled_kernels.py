@@ -233,15 +233,31 @@ class ScaledHeads(torch.nn.Module):
         return x + (heads + 1).transpose(1, 2).reshape(x.shape)
 
 
-def test_a_view_that_is_changed_in_place_is_compiled() -> None:
-    """Inside of a fusion a tensor has other strides than in the capture, so that a view of it may be a copy."""
+class DropsHeads(torch.nn.Module):
+    """Drops numbers of a transposed view, whose gradient lies in memory as the view does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.behind = torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dropped = torch.nn.functional.dropout(self.before(x).transpose(1, 2), 0.3)
+        return x + self.behind(dropped.transpose(1, 2))
+
+
+@pytest.mark.parametrize("part", [ScaledHeads, DropsHeads])
+def test_a_layer_of_transposed_views_is_compiled(part: type[torch.nn.Module]) -> None:
+    """Inside of a fusion a tensor has other strides than in the capture, so that a view of it may be a copy.
+
+    torch's trace of the gradient of a dropout has other strides than its kernel gives.
+    """
 
     def batch(step: int, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.linspace(-1, 1, 128, dtype=torch.float64).view(4, 4, 8).sin() + step
         return x[rows.start : rows.stop], x[rows.start : rows.stop]
 
     job = piper.Job(
-        lambda: torch.nn.Sequential(ScaledHeads(), ScaledHeads()).double(),
+        lambda: torch.nn.Sequential(part(), part()).double(),
         batch,
         torch.nn.functional.mse_loss,
         lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),

@@ -78,14 +78,9 @@ def test_a_function_of_a_user_that_leaves_out_missing_numbers_is_refused() -> No
         check(job(lambda o, t: OwnSquares.apply(o, t["f"]) * 1.0), "pp")
 
 
-def by_nan(o: Tensor, t: Any) -> Tensor:
-    return torch.where(t["y"] != -100, losses.each(o, t["all"]), torch.nan).nanmean()
-
-
 def from_zero(o: Tensor, t: Any) -> Tensor:
     return torch.where(t["y"] >= 0, losses.each(o, t["all"]), torch.nan).nanmean()
 
 
-@pytest.mark.parametrize("loss", [by_nan, from_zero])
-def test_a_mean_over_numbers_that_are_not_missing_is_divided_by_their_count(loss: Any) -> None:
-    assert check(job(loss), "pp") == "sum"
+def test_a_mean_over_numbers_that_are_not_missing_is_divided_by_their_count() -> None:
+    assert check(job(from_zero), "pp") == "sum"

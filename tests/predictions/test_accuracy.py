@@ -279,8 +279,11 @@ def test_what_was_predicted_before_an_interrupt_is_kept(
 
 
 def test_a_run_that_was_measured_fits(tiny: PublishedRow) -> None:
-    large = replace(tiny, hidden=16384, layers=200, seq=4096, step_s=1.0)
-    device = cluster_of(large).device
-    [said] = _doubtful([(RunPrediction(large, (1.0,), 0.9, 1.1, peak_gib=1000.0), device)])
-    assert "1 row (a): predicted is more memory than the device has" in said
-    assert not _doubtful([(RunPrediction(large, (1.0,), 0.9, 1.1, peak_gib=1.0), device)])
+    """Its allocator has reserved no more than there was; one that was not measured would have to reserve too much."""
+    measured = replace(tiny, hidden=16384, layers=200, seq=4096, step_s=1.0)
+    device = cluster_of(measured).device
+    full = RunPrediction(measured, (1.0,), 0.9, 1.1, peak_gib=170.0, reserved_gib=200.0)
+    assert not _doubtful([(full, device)])
+    for planned in (replace(full, row=replace(measured, step_s=None)), replace(full, peak_gib=1e3)):
+        [said] = _doubtful([(planned, device)])
+        assert "1 row (a): predicted is more memory than the device has" in said

@@ -15,7 +15,7 @@ from piper.published.run_model import is_megatron, model_of
 from piper.published.scoring import by_model, predict
 from piper.published.table import read_row, read_rows, write_rows
 from piper_compiler import replicate
-from piper_ir.ground.errors import JobError
+from piper_ir.ground.errors import JobError, PiperWarning
 from piper_simulator import STACKS
 from tests.helpers.cases import each_case
 from tests.helpers.published_rows import TINY
@@ -193,6 +193,11 @@ def test_tables_as_spreadsheets_write_them(tmp_path: Path) -> None:
     file.write_text(file.read_text(encoding="utf-8") + ",,\n" + "x," * 60, encoding="utf-8")
     long = read_rows(file)[2:]
     assert [row.unread for row in long] == ["line 6: more cells than the 28 columns of the table"]
+    write_rows(file, [{**TINY, "mbs": "4", "predicted_step_s": "1"}])
+    file.write_text(file.read_text(encoding="utf-8") + "b,c,d\n", encoding="utf-8")
+    with pytest.warns(PiperWarning, match="columns mbs: not read"):
+        short = read_rows(file)[1]
+    assert short.unread == "line 3: fewer cells than the 29 columns of the table"
 
 
 def test_a_row_with_a_cell_that_cannot_be_read_is_refused_alone(tmp_path: Path) -> None:

@@ -125,9 +125,27 @@ def foreign(named: Named) -> torch.optim.Optimizer:
     return torch.optim.SGD([torch.zeros(2)], lr=0.1)
 
 
+def hooked(named: Named) -> torch.optim.Optimizer:
+    named[0][1].register_hook(lambda gradient: gradient * 2)
+    return sgd(named)
+
+
+def counting(named: Named) -> torch.optim.Optimizer:
+    named[0][1].register_post_accumulate_grad_hook(lambda parameter: None)
+    return sgd(named)
+
+
+def zeroed(named: Named) -> torch.optim.Optimizer:
+    torch.nn.init.zeros_(named[0][1])
+    return sgd(named)
+
+
 @each_case(
     ("function", "says"),
     [
+        (hooked, r"puts a hook on the gradient of parameter 'head'"),
+        (counting, r"puts a hook on the gradient of parameter 'head'"),
+        (zeroed, r"changes the values of parameter 'head'"),
         (incomplete, r"layers\.1 in no parameter group"),
         (foreign, "group 0 holds a tensor that it was not given"),
         (lambda named: None, "returned a NoneType"),

@@ -7,6 +7,7 @@ again.
 from __future__ import annotations
 
 import csv
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -14,7 +15,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from piper_ir.ground.errors import JobError
+from piper_ir.ground.errors import JobError, PiperWarning
 from piper_ir.tools import says, unread
 
 Arch = Literal["gpt", "llama"]
@@ -51,6 +52,10 @@ _SECONDS = ("capacity", "step_s", "peak_gib")
 """The columns of numbers that a row may leave open."""
 ALIKE = 0.7
 """The likeness, as difflib counts it, from which an unknown column is taken for a misspelt one."""
+PREDICTED = frozenset({
+    "predicted_step_s", "low_step_s", "high_step_s", "predicted_peak_gib", "predicted_reserved_gib", "refused",
+})  # fmt: skip
+"""The columns that a table of predictions has beside the columns of its runs."""
 GIB, GB = 2**30, 10**9
 """The bytes of a GiB, and of a decimal GB."""
 COLUMNS = (
@@ -212,6 +217,10 @@ def read_rows(path: Path, only: str = "*") -> list[PublishedRow]:
         )
     if twice := [name for name in dict.fromkeys(columns) if columns.count(name) > 1]:
         raise JobError(f"{path}: two columns are called {twice[0]!r}; leave one out")
+    unread_columns = [c for c in columns if c and c not in known and c not in PREDICTED]
+    if unread_columns:
+        text = f"{path}: columns {', '.join(unread_columns)}: not read; docs/accuracy.md lists the columns that are"
+        warnings.warn(text, PiperWarning, stacklevel=2)
     rows = []
     for fields in reader:
         if not any(fields.values()):
@@ -220,6 +229,8 @@ def read_rows(path: Path, only: str = "*") -> list[PublishedRow]:
         try:
             if None in fields:
                 raise JobError(f"{where}: more cells than the {len(columns)} columns of the table")
+            if None in fields.values():
+                raise JobError(f"{where}: fewer cells than the {len(columns)} columns of the table")
             rows.append(read_row(fields, where))
         except JobError as error:
             rows.append(_unread_row(fields, str(error)))

@@ -419,8 +419,14 @@ def _is_hash(name: str, value: object) -> bool:
     return name.endswith("_hash") and type(value) is int and abs(value) >= LEAST_HASH
 
 
+_IN_C = (types.WrapperDescriptorType, types.MethodDescriptorType)
+
+
 def _made_in_python(kind: type) -> bool:
-    return bool(kind.__flags__ & MADE_WHILE_RUNNING)
+    """Return whether Python code made a type; some types in C are made while running, too: `deque` from Python 3.12."""
+    if not kind.__flags__ & MADE_WHILE_RUNNING:
+        return False
+    return not any(isinstance(v, _IN_C) and v.__objclass__ is kind for v in vars(kind).values())
 
 
 def _module_of(value: object) -> str | None:
@@ -445,8 +451,12 @@ def _of_fakes() -> frozenset[str]:
 
 
 def _hidden(value: object) -> list[str]:
-    """Return the classes in C, by name, that hide content of an object from its attributes; arrays do not."""
-    kinds = [k for k in type(value).__mro__[:-1] if not _made_in_python(k) and k not in CONTAINERS]
+    """Return the classes in C, by name, that hide content of an object from its attributes.
+
+    Arrays and `threading.local` do not.
+    """
+    shown = (*CONTAINERS, threading.local)
+    kinds = [k for k in type(value).__mro__[:-1] if not _made_in_python(k) and k not in shown]
     return [k.__qualname__ for k in kinds if k in BASES or home_of(k.__module__) == "known"]
 
 

@@ -152,7 +152,14 @@ def _doubtful(known: Sequence[tuple[RunPrediction, Device]]) -> list[str]:
     The prediction of such a row needs more memory than its device has, or is `FAR` times away from the measured step.
     """
     texts = []
-    full = [p.row.case for p, device in known if p.peak_gib * p.row.peak_unit > device.memory_bytes]
+    needed = [  # a run that was measured has fitted, so that its allocator has reserved less
+        (p.reserved_gib if p.row.step_s is None else p.peak_gib) * p.row.peak_unit for p, _ in known
+    ]
+    full = [
+        p.row.case
+        for (p, device), nbytes in zip(known, needed, strict=True)
+        if nbytes > device.memory_bytes
+    ]
     measured = [p for p, _ in known if p.row.step_s is not None]
     far = [p.row.case for p in measured if abs(log(p.step_s / (p.row.step_s or 1))) > log(FAR)]
     for cases, said in (

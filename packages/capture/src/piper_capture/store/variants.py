@@ -62,7 +62,7 @@ def _modules(captured: Captured, keep: str) -> list[set[int]] | None:
 def _inner(captured: Captured, patterns: str) -> set[int]:
     model = captured.forward.model
     every = {name: m for name, m in model.named_modules(remove_duplicate=False) if name}
-    ran = {id for node in captured.forward.graph.nodes for id in _stack(node)}
+    ran = {module for node in captured.forward.graph.nodes for module in _stack(node)}
     chosen: set[int] = set()
     for pattern in patterns.split("+"):
         found = [m for name, m in every.items() if matches(pattern, name)]

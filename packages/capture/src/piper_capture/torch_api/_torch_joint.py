@@ -37,6 +37,7 @@ from torch.fx.traceback import get_current_meta, preserve_node_meta
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 
 from piper_capture.torch_api._torch import in_place
+from piper_capture.torch_api._torch_strides import as_kernels_lay_out
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ class _Recording(TorchDispatchMode):
             fx.node.map_aggregate(kwargs, self._argument),
             func.overloadpacket.__name__,
         )
-        result = func(*args, **kwargs)
+        result = as_kernels_lay_out(func, args, func(*args, **kwargs))
         self._note(node, result)
         return result
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Adagrad, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -37,8 +38,10 @@ def call_optimizers(
 ) -> list[Optimizer]:
     """Return the user's optimizers over the given parameters, most often one.
 
-    Raises JobError for an object that is none, or is refused by name, or holds foreign parameters.
+    Raises JobError for an object that is none, or is refused by name, or holds foreign parameters, and for a function
+    that changes parameters or puts hooks on them.
     """
+    versions = [p._version for _, p in named]
     try:
         with user_code("Job.optimizer([(name, parameter), ...])", JobError):
             returned: object = function(list(named))
@@ -50,6 +53,8 @@ def call_optimizers(
             'Job(optimizer={"layers.*.weight": muon, "*": adamw}), where each is a function of its '
             "named parameters. piper.BatchedMuon also takes stacks of matrices, such as experts"
         ) from error.__cause__
+    for (name, p), version in zip(named, versions, strict=True):
+        _check_untouched(name, p, version)
     several = isinstance(returned, list | tuple)
     optimizers: Sequence[Any] = list(returned) if isinstance(returned, list | tuple) else [returned]
     if not optimizers:
@@ -67,6 +72,21 @@ def call_optimizers(
             )
         seen.add(id(p))
     return list(optimizers)
+
+
+def _check_untouched(name: str, p: Tensor, version: int) -> None:
+    """Raise JobError if a user's function has changed a parameter or put a hook on its gradient: a plan has neither."""
+    if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+        raise JobError(
+            f"Job.optimizer puts a hook on the gradient of parameter {name!r}, which a plan would not run. Change "
+            f"gradients in the optimizer's step, clip them with Job(clip_norm=...), or write a "
+            f"torch.autograd.Function whose backward is the hook, and apply it to the parameter in forward"
+        )
+    if p._version != version:
+        raise JobError(
+            f"Job.optimizer changes the values of parameter {name!r}, which a plan would not do. Set initial values in "
+            f"the function that makes the model, or read them with Job(init=...)"
+        )
 
 
 def _check(optimizer: object, known: set[int], among: str) -> None:
