@@ -121,6 +121,18 @@ def test_messages_alone_match_a_plan(plan: Plan, predicted: Simulation, tmp_path
         for r in ranks
     ]
     assert match_messages(plan, work, cut).matched < 1.0
+    of_gloo = [  # whose traces name no bytes
+        replace(
+            r,
+            events=[
+                e if e.message is None else replace(e, message=replace(e.message, nbytes=0))
+                for e in r.events
+            ],
+        )
+        for r in ranks
+    ]
+    with pytest.raises(FormatError, match=r"no sizes.*over NCCL \(traces of gloo have none\)"):
+        match_messages(plan, work, of_gloo)
 
 
 def test_a_trace_of_another_plan_is_refused(

@@ -205,10 +205,12 @@ def match_messages(
         _check_rank(plan, events)
         (start, end), steps = window(events, step)
         sent = [e for e in events.events if e.kind == "message" and start <= e.start < end]
-        if any(e.message is None for e in sent):
+        if any(e.message is None for e in sent) or (
+            sent and not any(e.message.nbytes for e in sent if e.message)
+        ):
             raise FormatError(
-                f"{events.path}: its messages have no sizes (Collective name, In msg nelems); profile with a newer "
-                f"torch, from 2.4 on"
+                f"{events.path}: its messages have no sizes (Collective name, In msg nelems), by which they are found in "
+                f"the plan; profile a run over NCCL (traces of gloo have none) with torch from 2.4 on"
             )
         planned = list(planned_messages(plan, events.rank, work[events.rank]))
         pairs = _pairs(planned * steps, sent)
