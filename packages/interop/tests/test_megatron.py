@@ -352,6 +352,18 @@ def test_muon_has_whole_matrices_whose_states_no_rank_shares() -> None:
         described("--optimizer muon --use-torch-fsdp2", base=MIXTURE)
 
 
+def test_gradients_of_tied_embeddings_are_added_up_in_shards() -> None:
+    """The devices of both stages scatter them together; Megatron adds up all of them once more."""
+    told = "Megatron adds them up whole"
+    for more, is_said in (
+        ("2", True),
+        ("2 --untie-embeddings-and-output-weights", False),
+        ("1", False),
+    ):
+        more = f"--use-distributed-optimizer --pipeline-model-parallel-size {more}"
+        assert any(told in note for note in described(more, 8).notes) == is_said
+
+
 def test_layers_for_further_tokens_are_the_last_ones() -> None:
     parts = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*5|t*3m*2L --mtp-num-layers 2"
     job = described(f"{parts} --mtp-loss-scaling-factor 0.2")

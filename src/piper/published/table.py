@@ -213,7 +213,7 @@ def read_rows(path: Path, only: str = "*") -> list[PublishedRow]:
             )
     if missing:
         raise JobError(
-            f"{path}: the columns {', '.join(missing)} are missing; docs/accuracy.md lists all columns"
+            f"{path}: not among its columns: {', '.join(missing)}; docs/accuracy.md lists the columns of a table"
         )
     if twice := [name for name in dict.fromkeys(columns) if columns.count(name) > 1]:
         raise JobError(f"{path}: two columns are called {twice[0]!r}; leave one out")
@@ -242,7 +242,8 @@ def read_rows(path: Path, only: str = "*") -> list[PublishedRow]:
     ]
     if not chosen:
         first = f"the first are {', '.join(names[:3])}" if names else "the table has no rows"
-        raise JobError(f"{path}: no case fits {only!r}; {first}")
+        one = "; it is one name or one pattern, such as 'llama-*'" if "," in only else ""
+        raise JobError(f"{path}: no case fits {only!r}{one}; {first}")
     if all(row.unread for row in chosen):
         raise JobError(f"{path}, {chosen[0].unread}")
     return chosen

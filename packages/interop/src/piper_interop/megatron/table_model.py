@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from piper_interop.megatron.degrees import degrees
 from piper_interop.neutral.foreign import Foreign
 from piper_interop.neutral.options import Ignored, Mapped, Nearest, OptionTable, Unsupported
 
@@ -124,7 +125,15 @@ MODEL: OptionTable = {
         Ignored("data, which a step waits for only if it is late"),
     ),
     "merge-file": Mapped("vocab: pairs of bytes as GPT-2's, with 50,257 tokens"),
-    "untie-embeddings-and-output-weights": Mapped("tied"),
+    "untie-embeddings-and-output-weights": (
+        Nearest(
+            "sums of tied embeddings' gradients between shards of the first and the last stage",
+            f"{FAST}: Megatron adds them up whole",
+            unless=(True,),
+            when=lambda f: f["use-distributed-optimizer"] and degrees(f).pp > 1,
+        ),
+        Mapped("tied"),
+    ),
     # parts of a layer
     "swiglu": Mapped("activation and gated"),
     "squared-relu": Mapped("activation"),
