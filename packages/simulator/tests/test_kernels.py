@@ -124,6 +124,19 @@ def test_attention_with_wide_heads_reaches_less() -> None:
         ), "nothing is known of this kernel's"
 
 
+@pytest.mark.parametrize(
+    ("width", "factors"),
+    [(128, (1, 1)), (96, (0.855, 0.92)), (64, (0.71, 0.84)), (32, (0.71, 0.84))],
+)
+def test_attention_with_narrow_heads_reaches_less(width: int, factors: tuple[float, float]) -> None:
+    """FlashAttention-3, figures 5 and 6: cuDNN's kernels on an H100, between heads of 64 and 128 in proportion."""
+    h100 = replace(load_cluster("h100x8@hopper-nemo").device, kernel_s=0.0)
+    narrow = replace(ATTENTION, dims=(*ATTENTION.dims[:-1], width))
+    for step, factor in zip(("F", "I"), factors, strict=True):
+        one, other = (by_kind(h100, k, step) for k in (ATTENTION, narrow))
+        assert one / other == pytest.approx(factor, rel=1e-6)
+
+
 def test_small_transfers_reach_less_of_the_memory() -> None:
     """Calculon's H100: from 100, 10 and 1 MB on 0.90, 0.75 and 0.60, else 0.30."""
     assert [

@@ -66,6 +66,7 @@ class Stack:
         attention_tokens: generation of devices -> the tokens of a row at which attention reaches half of its fraction.
         attention_wide: generation of devices -> the factors of its fractions, forward and backward, with heads of more
             than 128 dimensions, as latent attention has.
+        attention_narrow: the same with heads of 64.
         recomputed: the tensors that R makes: the ones that are "needed", or the "whole" forward with its messages, as
             checkpointing by reentrant autograd does.
         accumulate: gradients are added to their sums by a "kernel", or inside of the "product" that makes them.
@@ -114,6 +115,7 @@ class Stack:
     words: tuple[Text, ...] = ()
     attention_tokens: Mapping[str, NotNegative] = field(default_factory=dict)
     attention_wide: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    attention_narrow: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     recomputed: Literal["needed", "whole"] = "needed"
     accumulate: Literal["kernel", "product"] = "kernel"
     runs: Literal["each", "fused"] = "each"
@@ -152,7 +154,9 @@ class Stack:
         return {name: one.value for name, one in self.constants.items()}
 
 
-_OWN = ("name", "attention_fraction", "attention_tokens", "attention_wide", "constants")
+_OWN = (
+    "name", "attention_fraction", "attention_tokens", "attention_wide", "attention_narrow", "constants",
+)  # fmt: skip
 _STACK = {key: check for key, check in checks_of(Stack).items() if key not in _OWN}
 _NEEDED = [
     f.name
@@ -161,9 +165,12 @@ _NEEDED = [
 ]
 _TOKENS_OF = {g: f"{g}_tokens" for g in GENERATIONS}
 _WIDE_OF = {g: f"{g}_wide" for g in GENERATIONS}
+_NARROW_OF = {g: f"{g}_narrow" for g in GENERATIONS}
 _ATTENTION = table(
     {"source": TEXT}
-    | dict.fromkeys((*GENERATIONS, *_WIDE_OF.values()), list_of_each(FRACTION, FRACTION))
+    | dict.fromkeys(
+        (*GENERATIONS, *_WIDE_OF.values(), *_NARROW_OF.values()), list_of_each(FRACTION, FRACTION)
+    )
     | dict.fromkeys(_TOKENS_OF.values(), NOT_NEGATIVE)
 )
 _FILE = table(_STACK | {"base": TEXT, "constants": CONSTANTS})
@@ -211,6 +218,8 @@ def read_stack(
     values["attention_fraction"] = {g: tuple(f) for g, f in kernel.items() if g in GENERATIONS}
     values["attention_tokens"] = {g: kernel[t] for g, t in _TOKENS_OF.items() if t in kernel}
     values["attention_wide"] = {g: tuple(kernel[w]) for g, w in _WIDE_OF.items() if w in kernel}
+    narrow = {g: tuple(kernel[n]) for g, n in _NARROW_OF.items() if n in kernel}
+    values["attention_narrow"] = narrow
     if values.get("loss_bytes") and len(values["loss_bytes"]) != 2:
         raise where.at("loss_bytes").error("two numbers are needed, forward and backward")
     constants = read_constants(entry.get("constants", {}), where.at("constants"))

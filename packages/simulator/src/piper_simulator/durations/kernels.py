@@ -55,8 +55,8 @@ PART_S = 8e-6
 _RING = frozenset({"context_take", "context_merge"})
 _PARTS = QUANTISERS | _RING
 """The operators that software starts within the call of a product or of attention: casts to float8, steps of a ring."""
-WIDE = 128
-"""The dimensions of a head up to which attention kernels reach their published fractions."""
+NARROW, WIDE = 64, 128
+"""The dimensions of a head for which kernels' factors of narrow heads are known, and their published fractions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +251,9 @@ def _attention_fraction(device: Device, kernel: Kernel, backward: bool) -> float
     *_, keys, width = (bind(d, 0) for d in kernel.dims)
     if width > WIDE:
         best *= stack.attention_wide.get(device.generation, (1.0, 1.0))[backward]
+    elif width < WIDE:
+        lost = 1.0 - stack.attention_narrow.get(device.generation, (1.0, 1.0))[backward]
+        best *= 1.0 - lost * min(1.0, (WIDE - width) / (WIDE - NARROW))
     return best * keys / (keys + stack.attention_tokens.get(device.generation, 0.0))
 
 
