@@ -66,7 +66,7 @@ class Stack:
         attention_tokens: generation of devices -> the tokens of a row at which attention reaches half of its fraction.
         attention_wide: generation of devices -> the factors of its fractions, forward and backward, with heads of more
             than 128 dimensions, as latent attention has.
-        attention_narrow: the same with heads of 64.
+        attention_narrow: the same factors with heads of up to 64 dimensions; between 64 and 128 they rise to 1.
         recomputed: the tensors that R makes: the ones that are "needed", or the "whole" forward with its messages, as
             checkpointing by reentrant autograd does.
         accumulate: gradients are added to their sums by a "kernel", or inside of the "product" that makes them.
@@ -218,8 +218,7 @@ def read_stack(
     values["attention_fraction"] = {g: tuple(f) for g, f in kernel.items() if g in GENERATIONS}
     values["attention_tokens"] = {g: kernel[t] for g, t in _TOKENS_OF.items() if t in kernel}
     values["attention_wide"] = {g: tuple(kernel[w]) for g, w in _WIDE_OF.items() if w in kernel}
-    narrow = {g: tuple(kernel[n]) for g, n in _NARROW_OF.items() if n in kernel}
-    values["attention_narrow"] = narrow
+    values["attention_narrow"] = {g: tuple(kernel[n]) for g, n in _NARROW_OF.items() if n in kernel}
     if values.get("loss_bytes") and len(values["loss_bytes"]) != 2:
         raise where.at("loss_bytes").error("two numbers are needed, forward and backward")
     constants = read_constants(entry.get("constants", {}), where.at("constants"))

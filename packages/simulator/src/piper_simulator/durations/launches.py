@@ -40,10 +40,10 @@ def launching_devices(plan: Plan, cluster: Cluster | None) -> Sequence[Device | 
 
 
 def spared_launches(device: Device, step: Signature, name: Step) -> float:
-    """Return how many launches less a step takes since software starts pieces within one call.
+    """Return how many launches the host saves in a step whose pieces are started by one call.
 
-    Pieces are the messages of a ring, and the ones of a message with the products beside them (`shard(pieces=...)`);
-    so are scales of tensors in float8, on which devices agree.
+    Pieces are the messages of a ring, the parts of a message with the products that run beside them
+    (`shard(pieces=...)`), and the messages by which devices agree on the scales of tensors in float8.
     """
     by_call: dict[tuple[str, str, str], list[int]] = {}
     pieces = 0
