@@ -15,7 +15,7 @@ from piper_ir.program.ops import COMM, Collective
 from piper_ir.program.program import Chunk, Cost, Kernel
 from piper_simulator import Cluster, Simulation, SlowLink, simulate, why
 from piper_simulator.contention import flows
-from piper_simulator.durations import device_model
+from piper_simulator.durations import message_durations
 from piper_simulator.durations.instances import axes_of_equal_ranks, parts_of_equal_nodes
 from piper_simulator.times import splitting
 from piper_simulator.times.splitting import each_rank, refined, split
@@ -208,7 +208,7 @@ def test_equal_nodes_change_nothing_when_each_is_looked_at(seed: int) -> None:
     cluster = changed(FLAT, per_node=per_node, nodes=nodes, rails=rails, oversubscription=2.0)
     found = simulate(plan, cluster)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (flows, device_model):
+        for module in (flows, message_durations):
             patch.setattr(module, "parts_of_equal_nodes", lambda plan, cluster: ())
         patch.setattr(splitting, "axes_of_equal_ranks", lambda plan, cluster: frozenset())
         every = simulate(plan, cluster)

@@ -1,9 +1,8 @@
 """Give durations by formulas and tables, as Piper's own cost model.
 
-Compute is in `piper_simulator.durations.kernels`, messages in `piper_simulator.durations.communication`. Everything
-else is one kernel that moves bytes of memory. A role's instructions take as long as on the slowest of its ranks, and
-its messages as long as the slowest instance of their channel. `simulate` passes roles whose ranks are alike
-(`piper_simulator.times.splitting`).
+Compute is in `piper_simulator.durations.kernels`, messages in `piper_simulator.durations.message_durations`. Everything
+else is one kernel that moves bytes of memory. A role's instructions take as long as on the slowest of its ranks.
+`simulate` passes roles whose ranks are alike (`piper_simulator.times.splitting`).
 
 A step whose work devices share takes as long as its kernels and the messages inside of it, one after the other; so
 does one of dropless experts. Of a message that is under way while the step computes, only the time counts that the
@@ -15,7 +14,6 @@ that waits for the message anyway: one core per rank does both, however many thr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from piper_ir.ground.errors import ClusterError
@@ -27,22 +25,10 @@ from piper_ir.program.ops import COMM, Comm, Compute, Load, Update, cost_op, mes
 from piper_ir.program.program import Chunk, Cost, Step
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
-from piper_simulator.durations.communication import (
-    RankGroup,
-    by_formula,
-    crossed,
-    duration,
-    rank_group,
-)
 from piper_simulator.durations.cost_model import CostModel, StepMessages, Work, given_only
 from piper_simulator.durations.expert_work import EVEN, Loads, loaded, messages, without_places
 from piper_simulator.durations.hidden_messages import beside_kernels, summed
-from piper_simulator.durations.instances import (
-    axes_inside,
-    instances,
-    meeting_inside,
-    parts_of_equal_nodes,
-)
+from piper_simulator.durations.instances import axes_inside, meeting_inside
 from piper_simulator.durations.kernels import Took, guessed_rates, lacks_number, launched, step_took
 from piper_simulator.durations.launches import (
     costs_by_device,
@@ -50,8 +36,8 @@ from piper_simulator.durations.launches import (
     launching_devices,
     spared_launches,
 )
+from piper_simulator.durations.message_durations import MessageDurations, no_duration
 from piper_simulator.durations.provenance import Provenance
-from piper_simulator.durations.transfers import Transfers
 from piper_simulator.durations.updates import Updated, update_seconds, updated
 
 _TRUST: tuple[Source, ...] = ("formula", "interpolated", "table", "measured", "given")
@@ -97,18 +83,24 @@ class DeviceModel(CostModel):
         self._traffic = PlanBytes(plan)
         self._steps: dict[tuple[Compute, int], Work] = {}
         self._meets = bool(axes_inside(plan))
-        self._sent = Transfers(plan, self._devices[0])
         self._inside: dict[tuple[Compute, int, str], Work] = {}
         self._took: dict[tuple[int, Step, int], tuple[Took, int, tuple[str, ...]]] = {}
-        self._groups: dict[str, frozenset[RankGroup]] = {}
         self._slowest: dict[str, float] = {}
-        self._messages: dict[tuple[str, str, int], Work] = {}
         self._others: dict[tuple[str, int, Updated | None, int], Work] = {}
         self._kinds_of: dict[str, tuple[int, ...]] = {}
-        self._busy_s: dict[tuple[str, str, int], float] = {}
         self._beside: dict[str, dict[int, float]] = {}
         self._calls: dict[str, set[int]] = {}
         self._computes: dict[str, float] = {}
+        self._messages = MessageDurations(
+            plan,
+            cluster,
+            self.costs,
+            known=self._known,
+            kinds_in=self._kinds_in,
+            given=self.given,
+            device=self._devices[0],
+            provenance=self._provenance,
+        )
 
     def work(self, role: RolePlan, instr: Instr) -> Work:
         """Return duration, source, bytes and FLOPs of one instruction of a role."""
@@ -191,7 +183,13 @@ class DeviceModel(CostModel):
             op = instr.parts[0].op
             if isinstance(op, COMM):
                 count[instr.stream] = count.get(instr.stream, 0) + 1
-                issued.append((instr.stream, count[instr.stream], self._busy(op, instr.parts[0])))
+                issued.append(
+                    (
+                        instr.stream,
+                        count[instr.stream],
+                        self._messages.busy_s(*self._message(op, instr.parts[0])),
+                    )
+                )
             elif issued:
                 awaited = dict(instr.waits)
                 taken[id(instr)] = sum(
@@ -200,14 +198,6 @@ class DeviceModel(CostModel):
                 )
                 issued.clear()
         return taken
-
-    def _busy(self, op: Comm, part: Part) -> float:
-        key = (op.channel, message_op(op), self._traffic.message_bytes(op, part))
-        if key not in self._busy_s:
-            self._busy_s[key] = self.costs.busy_s(
-                *self._comm_key(self.plan.channel(op.channel), key[1], key[2])
-            )
-        return self._busy_s[key]
 
     def _part(self, role: RolePlan, part: Part, kind: int) -> Work:
         if isinstance(part.op, Compute):
@@ -305,7 +295,7 @@ class DeviceModel(CostModel):
                 (
                     c,
                     share * times,
-                    self._on_channel(meeting_inside(self.plan, c.axis, role), c.kind, nbytes),
+                    self._messages.work(meeting_inside(self.plan, c.axis, role), c.kind, nbytes),
                     self._part_s(op, kind, beside[k]) if k in beside else 0.0,
                 )
                 for k, c in enumerate(sig.collectives)
@@ -407,94 +397,13 @@ class DeviceModel(CostModel):
     def _need(self, what: str, kind: int) -> Device:
         device = self._devices[kind]
         if device is None:
-            raise ClusterError(
-                f"{what} has no given duration; name a cluster to simulate on, e.g. simulate(plan, 'h100x8')"
-            )
+            raise no_duration(what)
         return device
 
     def _comm(self, op: Comm, part: Part) -> Work:
-        return self._on_channel(
-            self.plan.channel(op.channel), message_op(op), self._traffic.message_bytes(op, part)
-        )
+        return self._messages.work(*self._message(op, part))
 
-    def _on_channel(self, channel: Channel, op: str, nbytes: int) -> Work:
-        key = (channel.id, op, nbytes)
-        if key not in self._messages:
-            self._messages[key] = self._message(channel, op, nbytes)
-        return self._messages[key]
-
-    def _comm_key(self, channel: Channel, op: str, nbytes: int) -> tuple[str, int, int, int]:
-        members = self._members(channel)
-        nodes = 1 if self.cluster is None else len({self.cluster.node_of(r) for r in members})
-        return op, nbytes, len(members), nodes
-
-    def _members(self, channel: Channel) -> Sequence[int]:
-        """Return the ranks of one instance of a channel."""
-        if not self.plan.roles:
-            return instances(self.plan, channel)[0]
-        return self.plan.peers(channel, self.plan.role(channel.roles[0]).ranks[0])
-
-    def _message(self, channel: Channel, op: str, nbytes: int) -> Work:
-        key = self._comm_key(channel, op, nbytes)
-        known = self.costs.of_comm(*key) if self.costs.comm and self._all_known(channel) else None
-        if known is not None:
-            self._provenance.sent(*key)
-            stretched = known.seconds * self._stretch(channel, op, nbytes)
-            return Work(stretched, known.source, bytes=nbytes)
-        if self.given:
-            return Work(0.0, "given", bytes=nbytes)
-        self._need(f"a message on channel {channel.id}", 0)
-        cluster = self.cluster
-        assert cluster is not None, "needed"
-        groups = self._instances(channel, cluster)
-        each = [(g, self._sent.bytes_of(channel, op, nbytes, g)) for g in groups]
-        slowest, sent = max(
-            ((duration(cluster, op, n, g), n) for g, n in each), key=lambda took: took[0].seconds
-        )
-        if slowest.source == "formula":
-            self._provenance.sent_unknown(*key)
-        gathers = self._sent.gathers(channel, op)
-        gathered_s = sum([self._on_channel(c, "all_gather", nbytes).seconds for c in gathers])
-        return Work(slowest.seconds + gathered_s, slowest.source, bytes=sent)
-
-    def _stretch(self, channel: Channel, op: str, nbytes: int) -> float:
-        """Return the factor by which slow links stretch a message, as its formula does."""
-        cluster = self.cluster
-        if cluster is None or not cluster.network.slow_links:
-            return 1.0
-        groups = self._instances(channel, cluster)
-        healthy = max(
-            by_formula(cluster, op, nbytes, replace(g, inter_factor=1.0, intra_factor=1.0))
-            for g in groups
-        )
-        return max(by_formula(cluster, op, nbytes, g) for g in groups) / healthy if healthy else 1.0
-
-    def _all_known(self, channel: Channel) -> bool:
-        """Return whether the costs hold for all kinds of devices on a channel."""
-        if not self.plan.roles:
-            return all(known is self.costs for known in self._known)
-        return all(
-            self._known[k] is self.costs
-            for role in channel.roles
-            for k in self._kinds_in(self.plan.role(role))
-        )
-
-    def _instances(self, channel: Channel, cluster: Cluster) -> frozenset[RankGroup]:
-        """Return the rank groups of a channel's instances, of which the slowest gives the duration."""
-        if channel.id not in self._groups:
-            equal = parts_of_equal_nodes(self.plan, cluster)
-            groups = [
-                rank_group(cluster, members) for members in instances(self.plan, channel, equal)
-            ]
-            if (
-                not self.plan.roles
-            ):  # nobody knows yet where they are: at best over links that are not slow
-                groups = [replace(g, inter_factor=1.0, intra_factor=1.0) for g in groups]
-            self._groups[channel.id] = frozenset(groups)
-            if any(g.slowed for g in self._groups[channel.id]):
-                self._provenance.crossed(
-                    slow
-                    for members in instances(self.plan, channel)
-                    for slow in crossed(cluster, members)
-                )
-        return self._groups[channel.id]
+    def _message(self, op: Comm, part: Part) -> tuple[Channel, str, int]:
+        """Return a message's channel, its kind and its bytes."""
+        nbytes = self._traffic.message_bytes(op, part)
+        return self.plan.channel(op.channel), message_op(op), nbytes
