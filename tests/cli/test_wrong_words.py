@@ -32,6 +32,8 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     ((*READ, "--global-batch", "8", "--out", "none/x.py"), "cannot write results to none"),
     ((*READ, "--set", "zero_optimization.stage=x"), "1 option has wrong values"),
     (("import", "deepspeed", ""), "cannot read the file ''"),
+    (("import", "megatron", "--num-layers 4", "--gpus", "8"), "options: --seq-length is needed"),
+    (("import", "megatron", "--num-layers 4", "--gpu", "8"), "No such option: --gpu"),
     (("plan", "deepspeed:"), "deepspeed: names no job"),
     (("accuracy", TABLE, "--fit", "", "--stack", "hopper-nemo"), "Is a directory"),
     (("accuracy", TABLE, "--out", "folder"), "cannot write results to folder"),

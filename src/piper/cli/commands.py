@@ -26,6 +26,7 @@ from piper.cli.arguments import (
     TuneArguments,
 )
 from piper.cli.checkpoints import checkpoint
+from piper.cli.foreign_options import TextCommand
 from piper.cli.given import check_config, pairs
 from piper.cli.interrupts import INTERRUPTED
 from piper.cli.messages import user_errors
@@ -117,7 +118,7 @@ def accuracy(arguments: AccuracyArguments) -> None:
     raise typer.Exit(scoring.accuracy(arguments))
 
 
-@app.command(name="import")
+@app.command(name="import", cls=TextCommand)
 @command_of(ImportArguments)
 def import_(arguments: ImportArguments) -> None:
     """Read a job of torchtitan, Megatron-LM, DeepSpeed or Accelerate, and write it as a FILE.py.

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from piper.cli.completion import one_of
+
+
+class TextCommand(TyperCommand):
+    """A command with an argument that may be a text of options, such as '--num-layers 4 --hidden-size 512'."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse arguments; one that begins like an option and has a blank in its name is a text."""
+        texts = [a for a in args if a.startswith("-") and len(a.partition("=")[0].split()) > 1]
+        if "--" in args or not texts:
+            return super().parse_args(ctx, args)
+        return super().parse_args(ctx, [*(a for a in args if a not in texts), "--", *texts])
+
 
 SystemArgument = Annotated[
     str,
