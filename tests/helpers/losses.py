@@ -147,6 +147,14 @@ def masked(output: Tensor, t: Any) -> Tensor:
     return (each(output, t["all"]) * t["mask"]).sum()
 
 
+def selected(output: Tensor, t: Any) -> Tensor:
+    """Take the distance of tokens that have numbers; the others have NaN."""
+    mask = t["mask"]
+    return (
+        (output[mask] - torch.where(mask[..., None], t["f"], torch.nan)[mask]).norm(dim=-1).mean()
+    )
+
+
 LOSSES: dict[str, tuple[str, Loss]] = {
     "cross_entropy with ignore_index": ("sum", lambda o, t: ce(o, t["y"])),
     "cross_entropy, all targets count": ("sum", lambda o, t: ce(o, t["all"])),
@@ -197,6 +205,16 @@ LOSSES: dict[str, tuple[str, Loss]] = {
         "sum",
         lambda o, t: torch.where(t["mask"], each(o, t["all"]), torch.nan).nanmean(),
     ),
+    "cross_entropy(x[mask], y[mask])": (
+        "sum",
+        lambda o, t: F.cross_entropy(o[t["mask"]], t["all"][t["mask"]]),
+    ),
+    "a norm of x[mask] - y[mask]": ("sum", selected),
+    "mse_loss(x[mask], y[mask])": (
+        "sum",
+        lambda o, t: F.mse_loss(o[t["mask"]][:, 1:], t["f"][t["mask"]][:, 1:]),
+    ),
+    "loss[mask].mean()": ("sum", lambda o, t: each(o, t["all"])[t["mask"]].mean()),
     "(loss * mask).sum() / mask.sum()": ("sum", lambda o, t: masked(o, t) / t["mask"].sum()),
     "(loss * mask).mean() / mask.mean()": (
         "sum",
@@ -225,6 +243,10 @@ LOSSES: dict[str, tuple[str, Loss]] = {
         lambda o, t: ce(o, t["y"]) + 0.3 * ce(o[:, 1:], t["all"][:, 1:]),
     ),
     "`loss += more`": ("total", added),
+    "x[mask].sum() / max(len(x[mask]), 1)": (
+        "total",
+        lambda o, t: o[t["mask"]].pow(2).sum() / max(len(o[t["mask"]]), 1),
+    ),
     "a list of pairs": (
         "total",
         lambda o, t: [(masked(o, t), t["mask"].sum()), (o.pow(2).sum(), (t["length"] + 1).sum())],

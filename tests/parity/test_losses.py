@@ -78,6 +78,21 @@ def test_a_loss_that_does_not_add_up_is_refused(name: str) -> None:
         check(job(losses.LOSSES[name][1]), "pp")
 
 
+@each_case("loss", [
+    lambda o, t: o[t["mask"]].max(),
+    lambda o, t: o[t["mask"]].roll(1, 0).pow(2).mean(),
+    lambda o, t: (o[t["mask"]] - o[t["mask"]].mean(0)).pow(2).cumsum(0).mean(),
+])  # fmt: skip
+def test_another_function_of_selected_rows_is_refused(loss: Any) -> None:
+    with pytest.raises(CaptureError, match=r"test_losses.py:\d+.*depends on values"):
+        check(job(loss), "pp")
+
+
+def test_selections_by_two_masks_are_refused_with_the_way_out() -> None:
+    with pytest.raises(CaptureError, match="Make a mask once for all tensors"):
+        check(job(lambda o, t: F.mse_loss(o[t["y"] >= 0], t["f"][t["y"] >= 0])), "pp")
+
+
 def quick(name: str, way: str) -> bool:
     """Return whether `make test` has a loss under a kind of plan: the first one of its kind or two."""
     kind = losses.LOSSES[name][0]

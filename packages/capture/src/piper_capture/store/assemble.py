@@ -47,6 +47,7 @@ from piper_capture.whole_batch.row_mixing import (
     check_opaque_rows,
     check_rows_apart,
 )
+from piper_capture.whole_batch.selections import with_static_selections
 from piper_ir.ground.errors import CaptureError
 from piper_ir.ground.sizes import Dim, TensorSpec, affine, fit
 from piper_ir.program.program import BatchTensor, Buffer, Chunk, Input, Output, Param, Program
@@ -139,6 +140,7 @@ def trace(
         forward = holding_at_other_rows(forward, most)
         if statistics:
             mark_averages(forward)
+        forward = with_static_selections(forward)
         forward = (
             over_whole_batch(forward, adding, scaled=scaled)
             if whole_batch

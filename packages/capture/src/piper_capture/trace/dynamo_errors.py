@@ -51,6 +51,10 @@ RANDOM = (
     "Draw it with torch (torch.rand(())), and choose by torch.where; or branch on it in a small nn.Module of its "
     "own, which then runs by autograd as it is."
 )
+VALUES_OF_LOSS = (
+    "Values are there in a run alone. Make a mask once for all tensors that it selects from: x[mask] has as many rows "
+    "as y[mask] then."
+)
 NESTED_BATCHES = (
     "nn.TransformerEncoder in eval mode without gradients gives 0 at padding if src_key_padding_mask leaves out "
     "the end of each row, and else what its layers compute there, so that the result depends on values of the mask",
@@ -188,7 +192,7 @@ def _refused(text: str, reason: str, frames: Sequence[FrameSummary]) -> tuple[st
 def _follows_values(text: str, reason: str, part: str, where: str) -> tuple[str, str] | None:
     """Return the reason and the way out for code that follows values or Python's random numbers, else None."""
     if "data-dependent" in text and "branching" not in reason:
-        said = "Values are there in a run alone." if part == "loss" else WAY_OUT
+        said = VALUES_OF_LOSS if part == "loss" else WAY_OUT
         return "how often it runs, or a size, depends on values of tensors", said
     if "branching" in reason:
         return CAUSES["branching"], DRAWN if where and "rand" in where else CHOSEN

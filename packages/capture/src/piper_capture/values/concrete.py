@@ -87,7 +87,8 @@ def concrete_shape(tensor: Tensor, rows: int, node: fx.Node) -> tuple[int, ...]:
         raise CaptureError(
             f"{line_of(node)}: makes a tensor whose shape depends on values of tensors; use operations with static "
             f"shapes, such as torch.where, masks, or a fixed capacity. A loss leaves rows or tokens out by "
-            f"ignore_index, or by a mask times losses with reduction='none'. {WAY_OUT}"
+            f"ignore_index, or by a mask: of x[mask] it may take functions of each element or row, torch's losses, "
+            f"sums and means. {WAY_OUT}"
         )
     return tuple(int(_torch.size_at(s, rows)) for s in tensor.shape)
 
