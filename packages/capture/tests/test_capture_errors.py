@@ -63,7 +63,7 @@ def rows_inside(linear: nn.Linear, x: Tensor) -> Tensor:
 
 @refused(r"shape depends on values of tensors.*A loss leaves rows or tokens out by ignore_index")
 def tokens_left_out(linear: nn.Linear, x: Tensor) -> Tensor:
-    return linear(x)[x[:, 0] != -100]
+    return linear(x)[x[:, 0] != -100].cumsum(0)
 
 
 @refused(r"(?s)a sparse tensor is made.*index_add")
@@ -85,7 +85,7 @@ def rows_squared(linear: nn.Linear, x: Tensor) -> Tensor:
 
 @refused(r"depends on values of tensors")
 def dynamic_shape(linear: nn.Linear, x: Tensor) -> Tensor:
-    return linear(x)[x > 0]
+    return linear(x)[x > 0].cumsum(0)
 
 
 @refused(r"a transform of torch.func .*batched operations")
