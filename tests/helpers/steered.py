@@ -30,7 +30,9 @@ def preferred(load: tuple[int, ...]) -> Tensor:
 
 
 class Steered(nn.Module):
-    """A mixture whose tokens choose by their places, and share out by a router."""
+    """A mixture whose tokens choose by their places, and share out by a router, in a dtype of its own if `shares`."""
+
+    shares: torch.dtype | None = None
 
     def __init__(self, load: tuple[int, ...]) -> None:
         super().__init__()
@@ -43,7 +45,7 @@ class Steered(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         chosen = self.chosen.expand(x.shape[0], TOKENS, TOP).flatten(0, 1)
         tokens = x.flatten(0, 1)
-        share = self.router(tokens).softmax(-1).gather(1, chosen)
+        share = self.router(tokens).softmax(-1, dtype=self.shares).gather(1, chosen)
         with region(experts=0):
             rows, counts = route(tokens, chosen, EXPERTS)
             made = unroute(

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 import piper
 from piper import Mesh, Strategy, models, recipes, where
@@ -23,7 +24,7 @@ from tests.helpers.cases import each_case
 from tests.helpers.decoders import DECODERS
 from tests.helpers.memory_judge import lies
 from tests.helpers.slow_devices import slow_devices
-from tests.helpers.steered import EXPERTS, HIDDEN, TOKENS, TOP, WIDTH
+from tests.helpers.steered import EXPERTS, HIDDEN, TOKENS, TOP, WIDTH, Steered, SteeredMixture
 from tests.parity.test_dropless_experts import expected, job, run, shared
 from tests.parity.test_experts_and_tokens import CONTEXT, SEQUENCE
 
@@ -56,6 +57,25 @@ def test_experts_that_devices_cut(name: str, load: str) -> None:
     found = run(made)
     parity.assert_parity(found, expected(load, made.plan.replicas, made.plan.microbatches))
     assert not lies(made.plan, found.memory)
+
+
+def test_shares_of_another_dtype_than_the_rows() -> None:
+    """A router computes its probabilities in float32, as Mixtral's does."""
+    made = replace(job("2"), model=in_float32)
+    compiled = piper.compile(made, strategy("replicas"))
+    found = run(compiled)
+    plan = compiled.plan
+    judge = parity.reference(made, replicas=plan.replicas, microbatches=plan.microbatches, steps=2)
+    parity.assert_parity(found, judge, 1e-6)
+    assert not lies(plan, found.memory)
+
+
+def in_float32() -> SteeredMixture:
+    model = SteeredMixture("2")
+    for layer in model.layers:
+        assert isinstance(layer, Steered)
+        layer.shares = torch.float32
+    return model
 
 
 def plan() -> Plan:

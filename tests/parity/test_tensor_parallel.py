@@ -141,15 +141,41 @@ class Positions(nn.Module):
         return scores
 
 
-def test_tokens_that_a_parameter_has_are_shared_once() -> None:
+class Masked(Positions):
+    """Two layers read a mask that the model makes of constants, in a chunk without inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.MultiheadAttention(6, 2, batch_first=True) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.tokens(tokens) + self.places
+        mask = torch.full((8, 8), -torch.inf, dtype=hidden.dtype).triu(1)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden, hidden, hidden, attn_mask=mask, need_weights=False)[0]
+        scores: Tensor = self.head(hidden)
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [
+        (Positions, Strategy(Mesh(tp=4), recipes.tensor_parallel(sequence=True))),
+        (Masked, Strategy(Mesh(tp=2), recipes.tensor_parallel())),
+        (Masked, Strategy(Mesh(cp=2), [piper.shard(where(), over="cp", index="tokens")])),
+    ],
+    ids=["positions", "mask, tp", "mask, cp"],
+)
+def test_tensors_of_tokens_without_rows_are_shared(
+    model: type[Positions], strategy: Strategy
+) -> None:
     def sgd(named: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD([p for _, p in named], lr=0.1)
 
     def loss(scores: Tensor, targets: Tensor) -> Tensor:
         return nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
-    job = piper.Job(Positions, partial(random_tokens, 9, 8), loss, sgd, global_batch=2)
-    strategy = Strategy(Mesh(tp=4), recipes.tensor_parallel(sequence=True))
+    job = piper.Job(model, partial(random_tokens, 9, 8), loss, sgd, global_batch=2)
     assert verify_strategy(job, strategy, steps=2).equal
 
 

@@ -145,7 +145,8 @@ class _Builder:
         keep: bool,
     ) -> None:
         self._joint, self._indexes, self._axes, self._decisions = joint, indexes, axes, decisions
-        mode = joint.inputs[0].meta["val"].fake_mode
+        first = [*joint.inputs, *joint.outputs][0]  # a mask made of constants has no input
+        mode = first.meta["val"].fake_mode
         self._emit = Emitter(fx.Graph(), mode)
         self._backward = backward_nodes(joint)
         self._keep = keep

@@ -70,8 +70,11 @@ def is_elementwise(op: OpOverload) -> bool:
 def _one_dtype(call: OpCall, terms: frozenset[int]) -> bool:
     """Return whether an op sums in the floating-point dtype of its argument, so that partial sums add up.
 
-    A cast rounds each element, booleans add up to "or", and integers divide with a rest.
+    A cast rounds each element, booleans add up to "or", and integers divide with a rest. The gradient of experts'
+    shares has the shares' dtype, whose rounding it has on one device, too.
     """
+    if call.op is rules_experts.UNROUTE_WGRAD:
+        return True
     dtypes = {call.tensors[k].dtype for k in terms} | {
         t.dtype for t in call.results if t.shape != (0,)
     }

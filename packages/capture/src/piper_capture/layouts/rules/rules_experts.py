@@ -61,6 +61,8 @@ def _unroute_wgrad(call: OpCall) -> Loops:
     )
 
 
+ROUTE, UNROUTE = piper.route.default, piper.unroute.default
+UNROUTE_WGRAD = piper.unroute_wgrad.default
 RULES: dict[OpOverload, Callable[[OpCall], Loops]] = {
     piper.route.default: all_whole,
     piper.route_dgrad.default: _route_dgrad,
@@ -71,9 +73,8 @@ RULES: dict[OpOverload, Callable[[OpCall], Loops]] = {
     piper.grouped_add_wgrad.default: _bias_wgrad,
     piper.unroute.default: _unroute,
     piper.unroute_dgrad.default: _unroute,
-    piper.unroute_wgrad.default: _unroute_wgrad,
+    UNROUTE_WGRAD: _unroute_wgrad,
 }
-ROUTE, UNROUTE = piper.route.default, piper.unroute.default
 GROUPED_ADD = piper.grouped_add.default
 BY_EXPERT = frozenset(RULES)
 """The operators that sort tokens by expert, compute their rows, and bring them back."""
