@@ -60,6 +60,23 @@ def test_a_file_that_is_written_is_named_where_its_prediction_is_refused(
     assert done.exit_code == 2 and out.is_file() and f"written: {out}" in done.stderr
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_kernels_that_a_cluster_does_not_run_are_told(compiled: bool, tmp_path: Path) -> None:
+    told = answer(compile__enable=compiled, compile__components=["model"])
+    file, out = tmp_path / "small.json", tmp_path / "job.py"
+    file.write_text(json.dumps(told))
+    ask = ("import", "torchtitan", file, "--gpus", 8, "--cluster")
+    right, wrong = "h100x8@eager", "h100x8@inductor"
+    right, wrong = (wrong, right) if compiled else (right, wrong)
+    assert "kernels, but" in piper(*ask, wrong).stderr
+    assert "kernels, but" not in piper(*ask, right, "--out", out).stderr
+    assert ("--cluster NAME@inductor" in out.read_text()) == compiled
+    assert "kernels are not compiled there" in piper("export", out, "--to", "torchtitan").stderr
+    out.write_text(out.read_text() + 'options = piper.Options(kernels="inductor")\n')
+    back = piper("export", out, "--to", "torchtitan")
+    assert "not compiled" not in back.stderr and "--compile.enable" in back.stdout
+
+
 def test_the_numbers_of_an_import(source: Path) -> None:
     done = piper("import", "torchtitan", source, "--gpus", 8, "--cluster", "h100x8", "--json")
     told = json.loads(done.stdout)

@@ -115,6 +115,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "to disks"),
     ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offload"),
     ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "ZenFlow"),
+    (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+        "a part of the optimizer below stage 3",
+    ),
+    (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 2}}},
+        "a number from 0 to 1 is expected",
+    ),
+    ({"gradient_clipping": -1}, "gradient_clipping=-1.*a number from 0 is expected"),
     ({"zero_optimization": {"stage": 2, "zenflow": {}}}, "ZenFlow"),
     ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "hpZ"),
     ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "quantised"),
@@ -194,6 +203,7 @@ def test_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     [
         ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, 1.0),
         ({"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.25}}, 0.25),
+        ({"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0}}, 0.0),
         ({"stage": 1, "cpu_offload": True}, 1.0),
         ({"stage": 2, "cpu_offload": False, "offload_optimizer": {"device": "none"}}, 0.0),
         ({"stage": 0, "offload_optimizer": {"device": "cpu"}}, 0.0),

@@ -89,7 +89,7 @@ WRONG = {
     ),
     "zero bandwidth": (
         WHOLE.replace("1e9, latency", "0, latency"),
-        "links.inter.bandwidth: 0 stands here; a number above 0",
+        "links.inter.bandwidth: 0 stands here; a number from 1 on",
     ),
     "negative number": (
         WHOLE.replace("1e-6", "-1e-6"),
@@ -98,7 +98,7 @@ WRONG = {
     "not finite": (WHOLE.replace("1e11", "inf"), "device.memory_bandwidth: inf stands here"),
     "text for a number": (
         WHOLE.replace("1e11", '"fast"'),
-        "device.memory_bandwidth: 'fast' stands here; a number above 0",
+        "device.memory_bandwidth: 'fast' stands here; a number from 1 on",
     ),
     "truth for a number": (
         LAB.replace("count = 4", "count = true"),
@@ -256,6 +256,10 @@ WRONG = {
     "an attention kernel with a built-in name": (
         STACK.replace("flash-3", "flash-2"),
         "attention.flash-2: the name is built in; give yours another one than flash-2",
+    ),
+    "more than the peak in one dtype": (
+        WHOLE.replace("sms = 10", "matmul_fractions = {bfloat16 = 1.5}"),
+        "device.matmul_fractions.bfloat16: 1.5 stands here; a fraction,",
     ),
     "more than the peak": (
         WHOLE.replace("sms = 10", "matmul_fraction = 1.5"),

@@ -138,11 +138,11 @@ def test_peaks_by_dtype() -> None:
     ("change", "message"),
     [
         ({"peak_flops": {}}, "peak_flops: 0 entries stand here; at least 1 is needed"),
-        ({"memory_bandwidth": 0.0}, "memory_bandwidth: 0.0 stands here; a number above 0"),
+        ({"memory_bandwidth": 0.0}, "memory_bandwidth: 0.0 stands here; a number from 1 on"),
         ({"peak_flops": {"float32": float("nan")}}, r"peak_flops.float32: nan stands here"),
         ({"launch_s": -1.0}, "launch_s: -1.0 stands here; a number from 0 on"),
         ({"nodes": 0}, r"nodes\[0\]: 0 stands here; a whole number from 1 on"),
-        ({"intra_bandwidth": "fast"}, "intra_bandwidth: 'fast' stands here; a number above 0"),
+        ({"intra_bandwidth": "fast"}, "intra_bandwidth: 'fast' stands here; a number from 1 on"),
         ({"intra_latency": None}, "intra_latency: None stands here; a number from 0 on"),
         ({"communication": "fast"}, "communication: 'fast' stands here; one of 'ring', 'nccl'"),
         ({"slow_ranks": {1: float("nan")}}, "slow_ranks.1: nan stands here; a number from 1 on"),

@@ -124,6 +124,9 @@ DAMAGED = {
     "a time that is text": lambda raw: (
         b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": "x", "dur": 1}]}'
     ),
+    "a time that runs backwards": lambda raw: (
+        b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": -1}]}'
+    ),
     "nothing in it": lambda raw: b'{"traceEvents": []}',
 }
 

@@ -167,7 +167,7 @@ def answer(
         )
     except NothingFoundError as e:
         study = e.study
-        why = failure(study.rows, cluster, job.global_batch, str(e))
+        why = failure(study.rows, cluster, job.global_batch, str(e), exhausted=study.exhausted)
     ranked: list[PlannedStrategy] = []
     try:
         with working("simulating the best with contention"):

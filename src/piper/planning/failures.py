@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil
 
 from piper_ir.study.study import Row
@@ -12,7 +13,9 @@ SKIPPED = "skipped"
 """The kind of a candidate whose choices do not divide the job (`piper.space`)."""
 
 
-def failure(rows: tuple[Row, ...], cluster: Cluster, global_batch: int, else_: str) -> str:
+def failure(
+    rows: Sequence[Row], cluster: Cluster, global_batch: int, else_: str, *, exhausted: bool = True
+) -> str:
     """Return why nothing fits, for people: the memory that the nearest needs, or that no layout divides the job.
 
     Args:
@@ -20,6 +23,7 @@ def failure(rows: tuple[Row, ...], cluster: Cluster, global_batch: int, else_: s
         cluster: that was asked for.
         global_batch: rows of a step.
         else_: the search's own words, for any other reason.
+        exhausted: whether there are no further candidates.
     """
     devices = cluster.devices
     left_out = rows and all(row.kind == SKIPPED for row in rows)
@@ -35,10 +39,11 @@ def failure(rows: tuple[Row, ...], cluster: Cluster, global_batch: int, else_: s
     if not held:
         return f"DOES NOT FIT: {else_}"
     least, limit = min(held), max(kind.device.memory_bytes for kind in cluster.kinds)
-    # All that a device holds may be shared among more of them, but for what each needs for itself.
+    # Most that a device holds may be shared among more of them, but each needs some for itself.
     nodes = ceil(least * devices / limit / cluster.per_node)
+    more = "" if exhausted else "more trials (--trials), since there are further candidates; "
     return (
         f"DOES NOT FIT: the nearest of {count_text(len(rows), 'candidate')} needs at least {enough_text(least)} per "
-        f"device, which has {size_text(limit)}; to plan it here: about {nodes * cluster.per_node:,} devices of this kind, "
-        f"devices with more memory, or fewer tokens per row"
+        f"device, which has {size_text(limit)}; to plan it here: {more}{nodes * cluster.per_node:,} devices of this kind "
+        f"or more, devices with more memory, or fewer tokens per row"
     )

@@ -77,7 +77,8 @@ def read_events(path: str | Path) -> RankEvents:
         return _events(str(path), document, [e for e in events if isinstance(e, dict)], base)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(
-            f"{path}: an event lacks its time or its name ({error!r}); a file that torch.profiler wrote is expected"
+            f"{path}: an event lacks a part, or is other than torch.profiler writes it ({error}); a file "
+            f"that torch.profiler wrote is expected"
         ) from error
 
 
@@ -148,6 +149,8 @@ def _events(
 
 
 def _interval(event: Mapping[str, Any], base: float) -> tuple[float, float]:
+    if event["dur"] < 0:
+        raise ValueError(f"{event['name']} takes {event['dur']} us")
     return base + event["ts"] / 1e6, base + (event["ts"] + event["dur"]) / 1e6
 
 

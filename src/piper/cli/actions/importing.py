@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from piper.cli.pipes import show_json
 from piper.planning.foreign import ForeignJob, foreign_job, sizes_of
 from piper.planning.sources import job_facts
 from piper_interop import Asked, Judgement
-from piper_ir.ground.errors import ClusterError, JobError
+from piper_ir.ground.errors import ClusterError, JobError, PiperWarning
 from piper_ir.tools import count_text, size_text, time_text, working, write_whole
-from piper_simulator import Simulation
+from piper_simulator import Simulation, Stack
 
 DOES_NOT_FIT = 2
 """The exit code if the job does not fit its cluster."""
@@ -108,9 +109,26 @@ def _predicted(foreign: ForeignJob, cluster: str) -> Simulation:
         raise ClusterError(
             f"--cluster {cluster} has {count_text(devices, 'device')}, and the job is for {wanted}; give such a cluster"
         )
+    if other := _other_kernels(described.stack, target.cluster.device.stack):
+        name = cluster.partition("@")[0]
+        warnings.warn(
+            f"--cluster {cluster}: the job runs {described.stack} kernels, but {other} are predicted; "
+            f"{name}@{described.stack} predicts them, or a stack of such software (docs/accuracy.md)",
+            PiperWarning,
+            stacklevel=2,
+        )
     with captured_once(), working("simulating"):
         file = JobFile(Path(foreign.imported.foreign.source), foreign.job, foreign.strategy, 3)
         return target.simulated(target.compiled(file).plan)
+
+
+def _other_kernels(job: str, stack: Stack | None) -> str:
+    """Return the kernels that a cluster's stack runs if a job says that it runs others; "" if they go together."""
+    if stack is None:
+        return "those of no software" if job == "inductor" else ""
+    if job == "inductor" and stack.lowering == "torch":
+        return "eager ones"
+    return "compiled ones" if job == "eager" and "elementwise" in stack.fused else ""
 
 
 def _prediction(foreign: ForeignJob, simulation: Simulation, cluster: str) -> str:

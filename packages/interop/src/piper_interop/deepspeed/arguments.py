@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from piper_interop.neutral.foreign import OptionValue
-from piper_interop.neutral.kinds import ANY, BOOL, COUNT, NUMBER, OptionSpec
+from piper_interop.neutral.kinds import ANY, BOOL, COUNT, FROM_ZERO, NUMBER, OptionSpec
 from piper_interop.neutral.options import Ignored, Mapped
 from piper_interop.neutral.system import Asked
 from piper_ir.ground.errors import JobError
@@ -19,7 +19,7 @@ LEARNING = Ignored("a factor of the optimizer's update, which changes neither ti
 ARGUMENTS: dict[str, OptionSpec] = {
     "per_device_train_batch_size": (COUNT, Mapped("rows of a microbatch")),
     "gradient_accumulation_steps": (COUNT, Mapped("microbatches")),
-    "max_grad_norm": (NUMBER, Mapped("clip_norm")),
+    "max_grad_norm": (FROM_ZERO, Mapped("clip_norm")),
     "learning_rate": (NUMBER, Mapped("lr")),
     "adam_beta1": (NUMBER, LEARNING),
     "adam_beta2": (NUMBER, LEARNING),

@@ -15,6 +15,7 @@ from piper_interop.deepspeed.zero import (
     optim_on_host,
     params_on_host,
     persistent,
+    ratio_on_host,
     stage,
 )
 from piper_interop.neutral.described import (
@@ -298,7 +299,7 @@ def on_host(foreign: Foreign) -> float:
         return 0.0
     if not gathers(foreign) or params_on_host(foreign):
         return 1.0
-    return float(foreign.get("zero_optimization.offload_optimizer.ratio", 1.0))
+    return ratio_on_host(foreign)
 
 
 def _compiled(foreign: Foreign) -> bool:

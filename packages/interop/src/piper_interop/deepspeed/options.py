@@ -7,6 +7,7 @@ from piper_interop.neutral.kinds import (
     ANY,
     BOOL,
     COUNT,
+    FROM_ZERO,
     INT,
     LIST,
     NUMBER,
@@ -117,7 +118,7 @@ BATCH: dict[str, OptionSpec] = {
 }
 
 GRADIENTS: dict[str, OptionSpec] = {
-    "gradient_clipping": (NUMBER, Mapped("clip_norm")),
+    "gradient_clipping": (FROM_ZERO, Mapped("clip_norm")),
     "prescale_gradients": (BOOL, NUMERICS),
     "gradient_predivide_factor": (NUMBER, NUMERICS),
     "gradient_allreduce_op": (one_of("mean", "sum"), NUMERICS),

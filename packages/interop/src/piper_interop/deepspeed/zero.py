@@ -7,6 +7,7 @@ from piper_interop.neutral.kinds import (
     ANY,
     BOOL,
     COUNT,
+    FRACTION,
     INT,
     NUMBER,
     OBJECT,
@@ -69,6 +70,11 @@ def _elements(foreign: Foreign, name: str, default: int) -> int:
     return default if elements is None else int(elements)
 
 
+def ratio_on_host(foreign: Foreign) -> float:
+    """Return the fraction of the optimizer that stage 3 runs on the host, where an optimizer is there."""
+    return float(foreign.get("zero_optimization.offload_optimizer.ratio", 1.0))
+
+
 def optim_on_host(foreign: Foreign) -> bool:
     """Return whether the optimizer, or a part of it, runs on the host; a truth value is the old form."""
     old = foreign.get("zero_optimization.cpu_offload", False)
@@ -103,18 +109,27 @@ ON_HOST = (
         "the optimizer on the host; gradients are copied there when a step ends",
         "too much memory by the gradients, which DeepSpeed copies during backward, and predicted too slow by that copy",
         unless=(None, False, "none", "nvme"),
-        when=sharded,
+        when=lambda foreign: sharded(foreign) and ratio_on_host(foreign) != 0,
     ),
     Unsupported("offload of states to disks", STAGE, unless=(None, False, True, "none", "cpu")),
     Ignored("asks for no offload, or ZeRO is off, without which DeepSpeed offloads nothing"),
 )
 ZENFLOW = Unsupported("ZenFlow (updates in the host)", STAGE, unless=(None,))
 PART_OF_OFFLOAD = Ignored("a part of the offload, which `device` decides")
-RATIO = Nearest(
-    "the optimizer of all parameters on the host, as they are",
-    "too little memory of devices by the states that DeepSpeed keeps there, and predicted too slow",
-    unless=(1, None),
-    when=lambda foreign: gathers(foreign) and params_on_host(foreign),
+RATIO = (
+    Nearest(
+        "the optimizer of all parameters on the host, as they are",
+        "too little memory of devices by the states that DeepSpeed keeps there, and predicted too slow",
+        unless=(1, None),
+        when=lambda foreign: gathers(foreign) and params_on_host(foreign),
+    ),
+    Unsupported(
+        "offload of a part of the optimizer below stage 3",
+        "leave the option out",
+        unless=(1, None),
+        when=lambda foreign: optim_on_host(foreign) and not gathers(foreign),
+    ),
+    Mapped("the first layers, as many of all, whose optimizer is on the host"),
 )
 WIRE = "leave the option out: messages are then of the model's dtype"
 NUMERICS = Ignored("changes no time or memory that is counted")
@@ -225,7 +240,7 @@ SECTION: dict[str, OptionSpec] = {
     "offload_optimizer.pipeline_read": (BOOL, PART_OF_OFFLOAD),
     "offload_optimizer.pipeline_write": (BOOL, PART_OF_OFFLOAD),
     "offload_optimizer.fast_init": (BOOL, PART_OF_OFFLOAD),
-    "offload_optimizer.ratio": (NUMBER, RATIO),
+    "offload_optimizer.ratio": (FRACTION, RATIO),
     "offload_optimizer.super_offload": (BOOL, Unsupported("SuperOffload", STAGE)),
     "offload_optimizer.cpuadam_cores_perc": (NUMBER, PART_OF_OFFLOAD),
     "zenflow": (

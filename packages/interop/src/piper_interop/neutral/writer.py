@@ -26,11 +26,12 @@ def python(described: JobDescription, title: str) -> str:
     """
     check_batch(described)
     notes = list(_warnings(described.notes))
+    stack = "@inductor" if described.stack == "inductor" else ""
     selects = described.recompute or described.offload or described.optim_on_host
     head = [
         *wrap(f'"""{title}, written by `piper import`.', COLUMNS),
         "",
-        f"piper simulate FILE.py --cluster NAME{' --cuda-graph' if described.cuda_graph else ''} predicts it; "
+        f"piper simulate FILE.py --cluster NAME{stack}{' --cuda-graph' if described.cuda_graph else ''} predicts it; "
         "piper plan FILE.py searches for a faster strategy.",
         '"""',
         "",

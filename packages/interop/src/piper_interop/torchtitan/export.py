@@ -197,7 +197,9 @@ def _notes(described: JobDescription) -> Iterator[str]:
         yield "torchtitan's mesh has stages outermost"
     if layout.whole_mb:
         yield f"FSDP shards parameters below {layout.whole_mb:g} MiB, too"
-    if _checkpointing(described) == "selective":
+    if _checkpointing(described) == "selective" and any(
+        r.keep == "products" for r in described.recompute
+    ):
         yield "selective checkpointing keeps every second product, keep='products' all of them"
     yield "the options are those of version 0.3.0; run_train.sh takes them behind --module and --config"
     if layout.pp > 1:

@@ -131,7 +131,8 @@ def number(*, whole: bool, least: float, above: bool) -> Check:
             or not is_finite(value)
             or not (value > least if above else value >= least)
         ):
-            raise where.error(f"{shown(value)} stands here; {needed} is needed")
+            finite = "" if not right or is_finite(value) else ", and finite,"
+            raise where.error(f"{shown(value)} stands here; {needed}{finite} is needed")
         return value
 
     return check
@@ -165,6 +166,8 @@ Count = Annotated[int, COUNT]
 Index = Annotated[int, INDEX]
 Factor = Annotated[float, FACTOR]
 """A field type, with its check: how many times as long something takes."""
+Bandwidth = Annotated[float, number(whole=False, least=1, above=False)]
+"""A field type, with its check: bytes per second."""
 
 
 def FRACTION(value: Any, where: KeyPath) -> Any:

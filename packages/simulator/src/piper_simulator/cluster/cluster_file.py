@@ -73,6 +73,7 @@ _DEVICE = (
     | dict.fromkeys(
         ("matmul_fraction", "memory_fraction"), FRACTION
     )  # a what-if may raise one above 1, a file may not
+    | {"matmul_fractions": mapping(FRACTION)}
 )
 _LINKS, _NETWORK = checks_of(Links), checks_of(Network)
 _LINK_KINDS = ("intra", "inter", "host")

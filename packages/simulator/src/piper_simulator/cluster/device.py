@@ -9,6 +9,7 @@ from typing import Annotated
 
 from piper_simulator.cluster.checks import (
     POSITIVE,
+    Bandwidth,
     Count,
     Index,
     NotNegative,
@@ -64,7 +65,7 @@ class Device:
 
     name: Text
     peak_flops: Annotated[Mapping[str, float], mapping(POSITIVE, least=1)]
-    memory_bandwidth: Positive
+    memory_bandwidth: Bandwidth
     memory_bytes: Count
     matmul_fraction: Positive = 1.0
     matmul_fractions: Annotated[Mapping[str, float], mapping(POSITIVE)] = field(

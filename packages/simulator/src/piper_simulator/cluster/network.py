@@ -9,11 +9,11 @@ from typing import Annotated, Literal
 from piper_ir.program.collectives import LAWS
 from piper_ir.program.costs import CommDuration, Costs
 from piper_simulator.cluster.checks import (
+    Bandwidth,
     Count,
     Factor,
     Index,
     NotNegative,
-    Positive,
     check_fields,
     one_of,
 )
@@ -56,18 +56,18 @@ class Links:
         host_memory_bytes: the memory of a node for tensors of its devices; 0 if unknown.
     """
 
-    intra_bandwidth: Positive
+    intra_bandwidth: Bandwidth
     intra_latency: NotNegative
-    inter_bandwidth: Positive
+    inter_bandwidth: Bandwidth
     inter_latency: NotNegative
     intra_kind: Annotated[str, one_of(*INTRA)] = "nvswitch"
     inter_kind: Annotated[str, one_of(*INTER)] = "infiniband"
     communication: Literal["ring", "nccl"] = "ring"
     nccl: Nccl = field(default_factory=Nccl)
     messages: tuple[CommDuration, ...] = ()
-    host_bandwidth: Positive = 25e9
+    host_bandwidth: Bandwidth = 25e9
     host_latency: NotNegative = 10e-6
-    host_memory_bandwidth: Positive = 200e9
+    host_memory_bandwidth: Bandwidth = 200e9
     host_memory_bytes: Index = 0
 
     def __post_init__(self) -> None:
