@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import piper
 from piper_capture import capture
 from piper_capture.whole_batch import row_mixing, row_trial
 from piper_ir.ground.errors import CaptureError
@@ -192,6 +193,37 @@ def test_what_is_too_large_to_try_is_taken_with_a_warning(monkeypatch: pytest.Mo
         r"\S*test_row_mixing.py:\d+ .*rows of the batch apart is neither known .*piper verify"
     )
     assert re.match(believed, warning)
+
+
+def opaque(step: Step) -> nn.Module:
+    class Region(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            model: Model = self.get_submodule("inner")
+            return step(model, model.first(x))
+
+    region = Region()
+    region.add_module("inner", Model({}))
+    return piper.tag(
+        nn.Sequential(region, nn.Flatten(), nn.Linear(TOKENS * WIDTH, 3)), {"0": {"opaque": True}}
+    )
+
+
+def test_a_branch_that_changes_rows_a_little_is_refused() -> None:
+    """Two in a hundred, where a condition on several rows holds: a trial tells that from rounding."""
+
+    def branch(m: Model, h: Tensor) -> Tensor:
+        return h + 0.02 * h.mean(0) if h.mean() > 1 else h
+
+    with pytest.raises(CaptureError, match="as a branch may that depends on several rows"):
+        capture(lambda: opaque(branch), batch, F.cross_entropy)
+
+
+@each_case("most", ["MOST", "MOST_TRAINED"])
+def test_a_region_that_is_too_large_to_try_is_taken_with_a_warning(most: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_trial, most, 0)
+        captured = capture(lambda: opaque(lambda m, h: h - h.mean(0)), batch, F.cross_entropy)
+    assert "rows of the batch apart is neither known" in "".join(captured.forward.warned)
 
 
 def test_a_trial_decides_where_rules_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

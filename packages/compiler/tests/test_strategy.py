@@ -25,6 +25,7 @@ from piper_compiler import (
     stream,
     synthetic,
 )
+from piper_compiler.compile import with_fixed_stages
 from piper_ir.graph.graph import Graph
 from piper_ir.ground.errors import (
     CompileError,
@@ -96,6 +97,16 @@ def test_an_error_in_a_loaded_strategy_points_into_the_file(tmp_path: Path) -> N
         compile_program(layered(2), load_strategy(path))
 
 
+def test_the_rows_of_a_step_are_kept(tmp_path: Path) -> None:
+    path, told = tmp_path / "best.json", Strategy(Mesh(), [split(where(), 2)], global_batch=8)
+    save_strategy(told, path)
+    loaded = load_strategy(path)
+    with pytest.raises(CompileError, match="a step has 16 rows"):
+        compile_program(layered(2), loaded, global_batch=16)
+    settled = with_fixed_stages(loaded, compile_program(layered(2), loaded, global_batch=8).graph)
+    assert settled.global_batch == told.with_directives([]).global_batch == 8
+
+
 def changed(**fields: object) -> str:
     return json.dumps(json.loads(EVERY.dumps()) | fields)
 
@@ -111,6 +122,7 @@ def changed(**fields: object) -> str:
         (changed(version=2), 'f.json: "version" is 2; this Piper reads version 1'),
         (changed(version=None), '"version" is None'),
         (changed(note=""), "f.json: unknown key 'note'; known are mesh, directives"),
+        (changed(global_batch="8"), '"global_batch" must be the rows of a step'),
         (changed(mesh=[2]), '"mesh" must be an object'),
         (
             changed(mesh={"data": 2}),

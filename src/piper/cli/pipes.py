@@ -65,7 +65,7 @@ def keep_for_json() -> None:
     global _answer
     kept = os.dup(1)
     os.dup2(2, 1)
-    _answer = OutputStream(os.fdopen(kept, "w", encoding="utf-8"), "standard output")
+    _answer = OutputStream(os.fdopen(kept, "w", encoding="utf-8", closefd=False), "standard output")
 
 
 def open_output() -> None:

@@ -246,7 +246,7 @@ def with_fixed_stages(strategy: Strategy, graph: Graph) -> Strategy:
     settled = [
         d.with_fixed_stages(graph) if isinstance(d, Settling) else d for d in strategy.directives
     ]
-    return Strategy(strategy.mesh, settled, params=strategy.params)
+    return strategy.with_directives(settled)
 
 
 def _logged(graph: Graph, item: Directive, index: int) -> Graph:

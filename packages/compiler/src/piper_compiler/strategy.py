@@ -95,6 +95,10 @@ class Strategy:
                 )
         return Strategy(self.mesh, self.directives, params=params, global_batch=self.global_batch)
 
+    def with_directives(self, directives: Iterable[Any]) -> Strategy:
+        """Return a strategy with other directives, for the same mesh and rows."""
+        return Strategy(self.mesh, directives, params=self.params, global_batch=self.global_batch)
+
     def check_step(self, rows: int | None) -> None:
         """Raise CompileError if a step has other rows than the strategy says; None if they are not known."""
         told = self.global_batch
@@ -119,6 +123,8 @@ class Strategy:
             "mesh": dict(self.mesh.sizes)
             | ({"order": list(self.mesh.order)} if self.mesh.order else {}),
         }
+        if self.global_batch is not None:
+            head["global_batch"] = self.global_batch
         if self.params:
             head["params"] = dict(self.params)
         lines = ",\n  ".join(json.dumps(tagged(d)) for d in self.directives)
@@ -131,12 +137,14 @@ class Strategy:
         A user's directive must have been imported before, so that its class is registered.
         """
         data = read_document("Strategy", STRATEGY_VERSION, text, where)
-        unknown = data.keys() - {"mesh", "directives", "params"}
-        if unknown:
+        known = ("mesh", "directives", "params", "global_batch")
+        if unknown := data.keys() - {*known}:
             raise FormatError(
-                f"{where}: unknown key {min(unknown)!r}; known are mesh, directives, params"
+                f"{where}: unknown key {min(unknown)!r}; known are {', '.join(known)}"
             )
-        params = data.get("params", {})
+        rows, params = data.get("global_batch"), data.get("params", {})
+        if rows is not None and (type(rows) is not int or rows < 1):
+            raise FormatError(f'{where}: "global_batch" must be the rows of a step, from 1 on')
         if not isinstance(params, dict) or not all(
             isinstance(v, bool | int | float | str | None) for v in params.values()
         ):
@@ -150,7 +158,8 @@ class Strategy:
         directives = [
             _directive(d, f"{where}.directives[{i}]") for i, d in enumerate(data["directives"])
         ]
-        return Strategy(_mesh(data["mesh"], f"{where}.mesh"), directives, params=params)
+        mesh = _mesh(data["mesh"], f"{where}.mesh")
+        return Strategy(mesh, directives, params=params, global_batch=rows)
 
 
 def _flatten(items: Iterable[Any]) -> Iterable[Directive | SizedLater]:

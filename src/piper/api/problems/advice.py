@@ -142,7 +142,9 @@ def _recomputing(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
         stronger = [replace(d, keep=policy) if d in asked else d for d in strategy.directives]
         yield (
             f'recompute(where(), keep="{policy}")',
-            _with(strategy, stronger if asked else [*stronger, recompute(where(), policy)]),
+            strategy.with_directives(
+                stronger if asked else [*stronger, recompute(where(), policy)]
+            ),
         )
 
 
@@ -154,8 +156,8 @@ def _sharing(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
     for zero in (level for level in levels if able and all(level > d.zero for d in able)):
         yield (
             f"replicate(zero={zero})",
-            _with(
-                strategy, [replace(d, zero=zero) if d in able else d for d in strategy.directives]
+            strategy.with_directives(
+                [replace(d, zero=zero) if d in able else d for d in strategy.directives]
             ),
         )
 
@@ -163,7 +165,7 @@ def _sharing(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
 def _halved(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
     """Yield the strategy with twice the microbatches, if its recipe is known, or if no order stands for them."""
     if (twice := _twice(strategy)) is not None:
-        yield f"half the rows per microbatch ({twice[0]})", _with(strategy, twice[1])
+        yield f"half the rows per microbatch ({twice[0]})", strategy.with_directives(twice[1])
 
 
 def _twice(strategy: Strategy) -> tuple[str, list[Directive]] | None:
@@ -232,7 +234,7 @@ def _ordered(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
             *recipe_directives,
             *strategy.directives[known.end :],
         ]
-        yield f"{name}(pp={pp}, microbatches={number})", _with(strategy, items)
+        yield f"{name}(pp={pp}, microbatches={number})", strategy.with_directives(items)
 
 
 def _hosted(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
@@ -241,17 +243,13 @@ def _hosted(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
     if not any(isinstance(d, offload) and d.tensors in (OPTIM, STATES) for d in items):
         for tensors in (OPTIM, STATES):
             more = offload(where(), tensors=tensors)
-            yield f'offload(where(), tensors="{tensors}")', _with(strategy, [*items, more])
+            yield f'offload(where(), tensors="{tensors}")', strategy.with_directives([*items, more])
 
 
 KINDS = (_recomputing, _sharing, _halved, _wider, _ordered, _hosted)
 """The kinds of changes, in the order in which they are tried."""
 TOGETHER = (_recomputing, _sharing, _wider, _hosted, _halved)
 """The kinds of which the strongest are tried together: half the rows last, since there may be no half."""
-
-
-def _with(strategy: Strategy, items: list[Directive]) -> Strategy:
-    return Strategy(strategy.mesh, items, params=strategy.params)
 
 
 def _told(found: WayOut, period_s: float) -> list[str]:

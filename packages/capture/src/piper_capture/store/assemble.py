@@ -328,11 +328,12 @@ class _Assembly:
             recipe = self._store.recipe(code)
             if piece.opaque:
                 modules = [self._cut.module(piece, rows) for rows in TRIAL_ROWS]
-                check_opaque_rows(modules, recipe.specs, piece, random=self._cut.random(piece))
+                random = self._cut.random(piece)
+                believed = check_opaque_rows(modules, recipe.specs, piece, random=random)
             else:
                 joints = [self._store.joint(code, rows) for rows in TRIAL_ROWS]
                 believed = check_rows_apart(joints, recipe.specs, self._forward.graph, model)
-                self._forward.warned.extend(believed)
+            self._forward.warned.extend(believed)
 
     def _auxiliary(self, chunks: Sequence[Chunk]) -> tuple[Auxiliary, ...]:
         """Return the backwards that are not linear; see `auxiliary`."""

@@ -113,8 +113,8 @@ def check_rows_apart(
     if counting := [n for n in judged if named_arguments(n).get("scale_grad_by_freq")]:
         raise _refused(named[origin_of(counting[0])], BY_FREQUENCY)
     varying = _varying(few, many)
-    if varying is None:
-        return []
+    if varying is None:  # the graphs at few and at many rows differ
+        return [BELIEVED.format(line_of(named[origin_of(judged[0])]))]
     rows = _Rows(many, specs, varying, dict(zip(many.graph.nodes, few.graph.nodes, strict=True)))
     mixing = [n for n in judged if not rows.keeps_apart(n)]
     unknown = [n for n in mixing if not rows.indexes.ops[n].known]
@@ -137,16 +137,19 @@ def check_rows_apart(
 
 def check_opaque_rows(
     modules: Sequence[fx.GraphModule], specs: Sequence[TensorSpec], piece: Piece, *, random: bool
-) -> None:
+) -> list[str]:
     """Raise CaptureError for an opaque region that computes other values for all rows than for parts of them.
 
-    `modules` are its forward at each of TRIAL_ROWS. One that draws, or cannot run on random numbers, is believed.
+    `modules` are its forward at each of TRIAL_ROWS. One that draws is believed; so is one that is too large, or cannot
+    run, on random numbers, with a warning.
     """
     values = [r.kind == "value" for r in piece.results if not r.changed]
     kinds = [slot.kind for slot in piece.slots]
-    if not random and opaque_same(modules, specs, kinds, values) is False:
+    same = True if random else opaque_same(modules, specs, kinds, values)
+    if same is False:
         how = "combines rows of the batch, as a branch may that depends on several rows, or numbers them"
         raise _refused(piece.region.nodes[0], how)
+    return [] if same else [BELIEVED.format(line_of(piece.region.nodes[0]))]
 
 
 def _routes(node: fx.Node) -> bool:

@@ -20,6 +20,8 @@ PARTS = (3, 2)
 """The rows of the two parts."""
 MOST = 2**25
 """The largest number of elements of all tensors of the chunk for which it is computed: a second or less."""
+MOST_TRAINED = 2**27
+"""The largest number of elements of an opaque region's parameters, of whose other tensors only inputs are known."""
 SEEDS = range(3)
 BRANCHES, SMALL = range(12), 2**20
 """The seeds of an opaque region whose inputs have fewer elements than this: each may take another branch."""
@@ -34,6 +36,10 @@ CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """The relative differences that rounding explains."""
 HALF, HALVES = 0.03, (torch.bfloat16, torch.float16)
 """The relative difference that rounding explains in half precision, and its dtypes."""
+SHIFTED = 1e-3
+"""The relative difference of whole tensors that rounding explains in wider ones, between products of shifted rows."""
+FLIPPED = 0.03
+"""The part of integers, such as the numbers of chosen experts, that rounding may change there."""
 
 
 @dataclass(frozen=True)
@@ -221,11 +227,12 @@ def _near(a: Tensor, b: Tensor, least: float = 0.0, *, shifted: bool = False) ->
         x, y = (torch.view_as_real(z.resolve_conj()) for z in (a, b))
         return _near(x, y, least, shifted=shifted)
     if not a.is_floating_point():
-        return float((a == b).double().mean()) >= 1 - HALF * shifted if a.numel() else True
+        return float((a == b).double().mean()) >= 1 - FLIPPED * shifted if a.numel() else True
     if shifted:
         difference, norm = float((a.double() - b.double()).norm()), float(b.double().norm())
         if isfinite(difference + norm):
-            return difference <= HALF * (norm + CLOSE[torch.float32])
+            most = max(least, SHIFTED if a.dtype in CLOSE else HALF)
+            return difference <= most * (norm + CLOSE[torch.float32])
         least = HALF
     close = max(least, CLOSE.get(a.dtype, HALF))
     return bool(torch.allclose(a.double(), b.double(), rtol=close, atol=close, equal_nan=True))
@@ -244,8 +251,10 @@ def opaque_same(
     first, whole, second = modules
     rows = sum(PARTS)
     shapes = [tuple(bind(d, rows) for d in spec.shape) for spec in specs]
-    elements = sum(prod(shape) for shape in shapes)
-    if elements > MOST:
+    sizes = [prod(shape) for shape in shapes]
+    elements = sum(sizes)
+    trained = sum([n for n, kind in zip(sizes, kinds, strict=True) if kind == "param"])
+    if elements - trained > MOST or trained > MOST_TRAINED:
         return None
     try:
         for seed in BRANCHES if elements < SMALL else SEEDS:
