@@ -14,7 +14,8 @@ import pytest
 from packages.traces.tests.kineto_files import KinetoFile
 from piper_ir.ground.errors import FormatError
 from piper_traces import breakdown, read_events, read_ranks, stragglers
-from piper_traces.events import kind_of
+from piper_traces.events import DeviceEvent, SentMessage, kind_of
+from piper_traces.matching import PlannedMessage, _pairs
 
 
 @pytest.fixture
@@ -129,6 +130,15 @@ DAMAGED = {
     ),
     "nothing in it": lambda raw: b'{"traceEvents": []}',
 }
+
+
+def test_a_padded_message_is_the_planned_one() -> None:
+    planned = [PlannedMessage(0, "dp", "all_reduce", n, 2, 0.0) for n in (1_054_269, 900)]
+    sent = [
+        DeviceEvent("", 0, 0.0, 1.0, "message", None, SentMessage("all_reduce", n, 2))
+        for n in (1_054_270, 950, 900)
+    ]
+    assert _pairs(planned, sent) == [(0, 0), (1, 2)]
 
 
 @pytest.mark.parametrize("damage", DAMAGED)

@@ -63,8 +63,9 @@ def numbers(source: PlanSource, answer: Answer, cluster: str) -> dict[str, Any]:
 
 
 def _cells(number: int, one: PlannedStrategy, asked: Sequence[str]) -> tuple[str, ...]:
+    minutes = (one.checkpoint_every_s or 0.0) / 60
     of_training = {
-        "goodput": _text(one.goodput, ".1%"),
+        "goodput": _text(one.goodput, ".1%") + (f", {minutes:,.0f} min" if minutes else ""),
         "days": _text(one.days, ",.1f"),
         "dollars": _text(one.dollars, ",.0f"),
     }

@@ -15,7 +15,7 @@ from piper.api.problems.tuning_problem import Conditions
 from piper.api.problems.variant_search import variant_search
 from piper.api.problems.variants import PlanVariant, VariantChoices, said_by
 from piper.planning.failures import failure
-from piper.planning.goodput import Failures, goodput, saved_bytes
+from piper.planning.goodput import Failures, Goodput, goodput, saved_bytes
 from piper.views.strategy_facts import facts_of
 from piper_autotune import NothingFoundError, SearchProgress, Study, tune
 from piper_compiler import Options, Strategy, replicate, shard
@@ -71,6 +71,7 @@ class PlannedStrategy:
         days: of the whole training, with the time lost to failures; None unless its tokens are known.
         dollars: likewise, if the devices have a price.
         own: whether it is the strategy of the user's file.
+        checkpoint_every_s: the seconds between checkpoints that leave that share; None likewise.
     """
 
     strategy: Strategy
@@ -91,6 +92,7 @@ class PlannedStrategy:
     days: float | None
     dollars: float | None
     own: bool = False
+    checkpoint_every_s: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields, with the strategy's parameters in its place."""
@@ -271,7 +273,9 @@ class _Predictor:
         facts = facts_of(strategy, self._job.global_batch)
         period_s, interval = simulation.period_s, simulation.interval
         kept = self._kept(simulation, rank)
-        days, dollars = self._takes(simulation, strategy.mesh.world, 1.0 if kept is None else kept)
+        days, dollars = self._takes(
+            simulation, strategy.mesh.world, 1.0 if kept is None else kept.share
+        )
         idle = simulation.global_bubble_s
         return PlannedStrategy(
             strategy,
@@ -292,17 +296,18 @@ class _Predictor:
             simulation.step_s - idle,
             min(simulation.exposed_comm_s, idle),
             max(0.0, idle - simulation.exposed_comm_s),
-            kept,
+            None if kept is None else kept.share,
             days,
             dollars,
             own,
+            None if kept is None else kept.every_s,
         )
 
-    def _kept(self, simulation: Simulation, rank: int) -> float | None:
+    def _kept(self, simulation: Simulation, rank: int) -> Goodput | None:
         """Return the share of time that failures leave; None unless it is asked for."""
         if self._budget.failures is None:
             return None
-        return goodput(self._budget.failures, saved_bytes(simulation.peak_by_category[rank])).share
+        return goodput(self._budget.failures, saved_bytes(simulation.peak_by_category[rank]))
 
     def _takes(
         self, simulation: Simulation, world: int, kept: float

@@ -45,7 +45,6 @@ class Fit:
         rows: the runs that it was fitted to.
         before: mean of the absolute errors before the fit.
         after: and after it.
-        derivatives: by run and constant, the derivative of log step by log constant, at the start.
         by_runs: free constant -> the share of its value that the runs decide, and not its prior: 1 less its variance
             after the fit over the one before (the diagonal of a ridge's resolution matrix).
     """
@@ -54,7 +53,6 @@ class Fit:
     rows: tuple[PublishedRow, ...]
     before: float
     after: float
-    derivatives: np.ndarray
     by_runs: Mapping[str, float]
 
     @property
@@ -109,7 +107,7 @@ def fit(rows: Sequence[PublishedRow], stack: Stack, free: Sequence[str], predict
     before, after = (float(np.mean(e)) for e in errors)
     seen = max(0.01, math.ceil(100 * float(np.quantile(errors[1], 0.8))) / 100)
     by_runs = dict(zip(free, _resolution(derivatives, residuals), strict=True))
-    found = Fit(replace(fitted, seen=seen), tuple(rows), before, after, derivatives, by_runs)
+    found = Fit(replace(fitted, seen=seen), tuple(rows), before, after, by_runs)
     named = {n: replace(fitted.constants[n], fitted=True, source=found.source) for n in free}
     return replace(found, stack=replace(found.stack, constants={**fitted.constants, **named}))
 

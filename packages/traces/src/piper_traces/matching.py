@@ -12,7 +12,7 @@ import math
 import re
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import pairwise
@@ -26,6 +26,9 @@ from piper_ir.program.ops import COMM, message_op
 from piper_simulator import Work
 from piper_traces.breakdown import window
 from piper_traces.events import DeviceEvent, RankEvents
+
+SAME_SIZE = 0.01
+"""The relative difference of sizes up to which messages match: other systems pad."""
 
 
 @dataclass(frozen=True)
@@ -280,15 +283,18 @@ def planned_messages(plan: Plan, rank: int, work: Sequence[Work]) -> Iterator[Pl
 
 def _pairs(planned: Sequence[PlannedMessage], sent: Sequence[DeviceEvent]) -> list[tuple[int, int]]:
     """Return the pairs of indices of messages that stand for each other, in order."""
-    here = [(p.op, p.size, _about(p.nbytes)) for p in planned]
-    there = [(e.message.op, e.message.size, _about(e.message.nbytes)) for e in sent if e.message]
+    here = [(p.op, p.size, p.nbytes) for p in planned]
+    known = {p.nbytes for p in planned}
+    messages = [e.message for e in sent if e.message]
+    there = [(m.op, m.size, _nearest(known, m.nbytes)) for m in messages]
     blocks = SequenceMatcher(None, here, there, autojunk=False).get_matching_blocks()
     return [(i + k, j + k) for i, j, n in blocks for k in range(n)]
 
 
-def _about(nbytes: int) -> int:
-    """Return a number that is equal for sizes that differ by up to about 1 %."""
-    return round(64 * math.log2(nbytes)) if nbytes else 0
+def _nearest(known: Collection[int], nbytes: int) -> int:
+    """Return the known size that is nearest to a number of bytes, or this number if none is within 1 %."""
+    nearest = min(known, key=lambda size: abs(size - nbytes), default=nbytes)
+    return nearest if abs(nearest - nbytes) <= SAME_SIZE * nbytes else nbytes
 
 
 def _windows(

@@ -155,12 +155,12 @@ def _body(module: fx.GraphModule, constants: Sequence[str]) -> str:
         .replace("def forward(self, ", "def body(")
         .replace("def forward(self)", "def body()")
     )
-    imported = [_import(n, v, module) for n, v in sorted(code.globals.items())]
+    imported = [_import(n, v) for n, v in sorted(code.globals.items())]
     lines = ["from piper_ops.written.opaque import forward_step", *imported]
     return "\n".join([*dict.fromkeys(filter(None, lines)), "", "", text, ""])
 
 
-def _import(name: str, value: Any, module: fx.GraphModule) -> str:
+def _import(name: str, value: Any) -> str:
     """Return the line that defines a global of the generated code."""
     if value is torch.device:
         return f"def {name}(*_, **__):\n    return DEVICE"

@@ -3,7 +3,7 @@
 The chunk is traced on fake CPU tensors, whatever device its examples are on, so that capture on meta, on fake and on
 real tensors gives the same graph. Inputs that the chunk changes in place are copied first and returned as further
 outputs. Every output is copied (and detached if it gets no gradient), so that each has a gradient of its own.
-`simplify` removes unneeded copies.
+Simplification (`piper_capture.graphs`) removes unneeded copies.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         )
     whole, rows = batch(foreign, found.dp)
     compute, reduce, accumulate = _precision(foreign)
-    layout = _layout(foreign, found, asked)
+    layout = _layout(foreign, found)
     if foreign["tp-comm-overlap"]:
         layout = layout.in_pieces(PIECES, length(foreign))
     _check_group(foreign, layout, whole // (rows * found.dp))
@@ -116,7 +116,7 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         global_batch=whole,
         rows=rows,
         layout=layout,
-        recompute=_recompute(foreign, layout),
+        recompute=_recompute(foreign),
         offload=_offload(foreign),
         optim_on_host=_optim_on_host(foreign),
         compute=compute,
@@ -219,7 +219,7 @@ def _written(name: str, value: Any) -> str:
     return f"--{name} {' '.join(value) if isinstance(value, list) else value}"
 
 
-def _layout(foreign: Foreign, found: Degrees, asked: Asked) -> DeviceLayout:
+def _layout(foreign: Foreign, found: Degrees) -> DeviceLayout:
     number = chunks(foreign)
     at, units = boundaries(layers_of_stages(foreign))
     group = foreign.get("microbatch-group-size-per-virtual-pipeline-stage")
@@ -303,7 +303,7 @@ def _reduced(found: Degrees, zero: int) -> bool:
     return found.dp > 1 or bool(zero and found.cp > 1)
 
 
-def _recompute(foreign: Foreign, layout: DeviceLayout) -> tuple[Recomputation, ...]:
+def _recompute(foreign: Foreign) -> tuple[Recomputation, ...]:
     """Return the layers that are computed again, or the parts of all layers."""
     granularity, method = foreign.get("recompute-granularity"), foreign.get("recompute-method")
     number = foreign.get("recompute-num-layers")

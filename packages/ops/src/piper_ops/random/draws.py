@@ -7,7 +7,7 @@ people):
   from 0: "layers.3.drop#0". A place and the job's seed and step give a key.
 - An element of a drawn tensor gets the number that the key has for the element's index in the tensor of the *whole
   batch*, in row-major order. So neither the rows of a microbatch nor the placement of a layer matter.
-- A number is an integer of 32 bits; `UNIFORM` and `OPEN` make a float of it.
+- A number is an integer of 32 bits; `UNIFORM` makes a float of it.
 - A device that shares an operation has a part of the drawn tensor: it draws the numbers of the elements of its part.
 
 Captured code calls `draw`; opaque code, which autograd runs as it is, runs under `DrawingMode`. Both ask for the

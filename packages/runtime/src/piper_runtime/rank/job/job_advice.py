@@ -45,8 +45,6 @@ ALIASES = {
     "bf16": "bfloat16", "fp32": "float32", "float": "float32", "single": "float32", "fp64": "float64", "double": "float64",
 }  # fmt: skip
 """The other names of dtypes that are accepted."""
-HALF = ("float16", "fp16", "half")
-"""The names of the dtype that needs loss scaling."""
 
 
 def callable_problem(name: str, value: object) -> str | None:
