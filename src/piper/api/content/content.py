@@ -212,7 +212,8 @@ class _Walk:
 
         No trace looks into its gradient: that runs, and may read anything.
         """
-        self._token("custom op", op._qualname, op._schema, sorted(op._autocast_dtype.items()))
+        casts = sorted((k, repr(v)) for k, v in vars(op).items() if k.startswith("_autocast"))
+        self._token("custom op", op._qualname, op._schema, casts)
         self._all("kernels", (op._init_fn, op._backend_fns))
         self._runs = True
         self._all(
