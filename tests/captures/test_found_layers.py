@@ -49,7 +49,12 @@ def stages_of(compiled: piper.Compiled) -> dict[str, int]:
     }
 
 
-QUICK = ("sequential with dropout", "stages of stages", "reused with dropout")
+QUICK = (
+    "sequential with dropout",
+    "stages of stages",
+    "reused with dropout",
+    "repeated with dropout",
+)
 """The cases that run in every test run; the others are long."""
 
 

@@ -97,6 +97,19 @@ class Reused(nn.Module):
         return x
 
 
+class Repeated(nn.Module):
+    """A list in which two blocks stand twice, in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(0.3), Block(0.3)] * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class Listed(nn.Module):
     """Blocks in an nn.ModuleList, as ever."""
 
@@ -138,6 +151,10 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "numbered": (
         Numbered,
         "6, layer1.0, layer1.1, ... layer3.1 (the longest chain of like modules, Block); others: layer1",
+    ),
+    "repeated with dropout": (
+        Repeated,
+        "4, blocks.0, blocks.1, ... blocks.1 (entries of nn.ModuleList)",
     ),
     "reused with dropout": (
         Reused,

@@ -23,7 +23,7 @@ A stage of blocks is (its downsampling is a small part), a transformer's layer w
 """
 
 Visit = tuple[int, str]
-"""A module by its id, and which of its runs: the suffix of its key in nn_module_stack."""
+"""A module by its id, and which of its runs: its path, and the suffix of its key, in nn_module_stack."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ class Visits:
             id(m): name for name, m in reversed(list(model.named_modules(remove_duplicate=False)))
         }
         self.stacks = {
-            n: [_visit(key) for key in n.meta.get("nn_module_stack") or {}] for n in nodes
+            n: [_visit(*item) for item in (n.meta.get("nn_module_stack") or {}).items()]
+            for n in nodes
         }
         self.runs: dict[int, dict[str, None]] = {}
         self.inside: dict[int, list[int]] = {}
@@ -85,9 +86,13 @@ class Visits:
         return visit_of
 
 
-def _visit(key: str) -> Visit:
+def _visit(key: str, called: tuple[str, type]) -> Visit:
+    """Return the module and the run that an entry of nn_module_stack names.
+
+    Dynamo numbers the runs under one path; a module that stands in a list several times runs under several.
+    """
     module, at, run = key.partition("@")
-    return int(module), at + run
+    return int(module), f"{called[0]}{at}{run}"
 
 
 def in_order(visits: Mapping[fx.Node, Visit]) -> tuple[Visit, ...]:

@@ -83,9 +83,12 @@ class Layers:
         return f"layers: {len(self.names)}, {names_text(self.names)} ({self.how}){also}"
 
 
-def listed_layers(visits: Visits) -> Layers:
-    """Return the entries of the outermost nn.ModuleLists."""
+def listed_layers(visits: Visits, forward: Forward) -> Layers:
+    """Return the entries of the outermost nn.ModuleLists; of one that stands there several times, each run."""
     entries = list(outermost_entries(visits.model, set()))
+    if len({*map(id, entries)}) < len(entries):
+        runs = in_order(visits.numbered(entries))
+        return _numbered(runs, visits, forward, "entries of nn.ModuleList", ())
     home = {node: (module, "") for node, (module, _) in visits.numbered(entries).items()}
     names = tuple(visits.names[id(e)] for e in entries)
     return Layers(
@@ -101,7 +104,7 @@ def chosen_layers(forward: Forward, nodes: Sequence[fx.Node], asked: tuple[str, 
     """Return the layers that a strategy asks for: patterns of names, LONGEST_CHAIN, or none for the usual ones."""
     visits = Visits(forward.model, nodes)
     if not asked:
-        return listed_layers(visits)
+        return listed_layers(visits, forward)
     if asked != LONGEST_CHAIN:
         written = repr(asked[0] if len(asked) == 1 else asked)
         return _numbered(
@@ -111,7 +114,7 @@ def chosen_layers(forward: Forward, nodes: Sequence[fx.Node], asked: tuple[str, 
             f"named by partition(layers={written})",
             (),
         )
-    listed = listed_layers(visits)
+    listed = listed_layers(visits, forward)
     candidates = [] if _has_own(forward, nodes) else chains(visits)
     if not candidates or (
         set(candidates[0].names) <= set(listed.names)

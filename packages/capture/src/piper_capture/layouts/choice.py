@@ -260,7 +260,8 @@ def _check_tokens(chosen: _Chosen) -> None:
         elif steps_of(nest, degree) is None:
             axes = ", ".join(f"{c.asked.over}={c.asked.degree}" for c in claims)
             raise DirectiveError(
-                f"shard: {tokens_text(nest)} cannot be shared by {degree} devices ({axes}){instead(nest, degree)}"
+                f"shard: {tokens_text(nest)} cannot be shared by {degree} devices ({axes}){instead(nest, degree)}; "
+                f"dimension 1 of tensors between layers is taken for the tokens, dimension 0 for the rows"
             )
         for claim in claims:
             around = claim.asked.attention == HEADS_AROUND
