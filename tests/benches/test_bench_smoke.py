@@ -184,9 +184,10 @@ def test_scale_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = models.GPTConfig(layers=4, width=16, heads=2, vocab=32, length=8)
     found = scale_cell.measure(tiny, 2, 2, 2, "h100x8")
     assert (found["ranks"], found["roles"]) == (4, 2) and found["peak_bytes"] > 0
-    total, *phases, memory = scale.cell_rows("tiny", found, *scale.GOALS)
+    total, *phases, rate, memory = scale.cell_rows("tiny", found, *scale.GOALS)
     of = dict(zip(scale_cell.PHASES, (row.value for row in phases), strict=True))
     assert total.value == pytest.approx(of["capture"] + of["compile"] + of["simulate"])
+    assert rate.value == pytest.approx(found["instructions"] / of["verify"], rel=0.01)
     assert (total.goal, memory.goal) == scale.GOALS
     monkeypatch.setattr(scale.Size, "config", lambda self: tiny)
     small = scale.Size(layers=4, stages=2, replicas=2, microbatches=2)

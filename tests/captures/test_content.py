@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
 import sys
 import threading
@@ -325,6 +326,14 @@ def test_a_type_in_c_whose_module_has_another_name_is_nobodys_code(
     assert list(of_the_user([*held, own], set())) == [own]
     monkeypatch.setattr(Slotted, "__module__", "not_loaded")
     assert list(of_the_user(own, set())) == [own]
+
+
+def test_types_in_c_whose_module_is_not_loaded_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of triton's libraries are of the module pybind11_builtins, which there is not."""
+    value = hashlib.blake2b()
+    assert type(value).__flags__ & (1 << 9)  # made while running, as types of Python are
+    monkeypatch.delitem(sys.modules, type(value).__module__)
+    assert list(of_the_user([value], set())) == []
 
 
 def test_a_hash_that_a_package_keeps_is_no_content(monkeypatch: pytest.MonkeyPatch) -> None:

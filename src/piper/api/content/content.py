@@ -40,7 +40,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
-from piper.api.content.objects_in_packages import MADE_WHILE_RUNNING, PLAIN, of_the_user
+from piper.api.content.objects_in_packages import PLAIN, made_in_python, of_the_user
 from piper.api.content.read_variables import OF_THE_PROCESS, Unseen, is_pure, read_by
 from piper_ops import storage_key
 from piper_runtime.rank import Home, cells, home_of, is_foreign
@@ -307,7 +307,7 @@ class _Walk:
             not contains
             and not attributes
             and not hasattr(value, "__dict__")
-            and not _made_in_python(type(value))
+            and not made_in_python(type(value))
         ):
             raise Unseen
         self._all("attributes", (part for pair in attributes.items() for part in pair))
@@ -399,7 +399,7 @@ def _attributes(value: object) -> Iterator[tuple[str, object]]:
     """Yield (name, value) of an instance's attributes, in its dictionary and in slots."""
     if isinstance(attributes := getattr(value, "__dict__", None), dict):
         yield from attributes.items()
-    for kind in filter(_made_in_python, type(value).__mro__):
+    for kind in filter(made_in_python, type(value).__mro__):
         slots = [
             name
             for name, slot in vars(kind).items()
@@ -418,16 +418,6 @@ def _is_hash(name: str, value: object) -> bool:
     That is another number in each process, because Python seeds the hash of texts anew.
     """
     return name.endswith("_hash") and type(value) is int and abs(value) >= LEAST_HASH
-
-
-_IN_C = (types.WrapperDescriptorType, types.MethodDescriptorType)
-
-
-def _made_in_python(kind: type) -> bool:
-    """Return whether Python code made a type; some types in C are made while running, too: `deque` from Python 3.12."""
-    if not kind.__flags__ & MADE_WHILE_RUNNING:
-        return False
-    return not any(isinstance(v, _IN_C) and v.__objclass__ is kind for v in vars(kind).values())
 
 
 def _module_of(value: object) -> str | None:
@@ -457,7 +447,7 @@ def _hidden(value: object) -> list[str]:
     Arrays and `threading.local` do not.
     """
     shown = (*CONTAINERS, threading.local)
-    kinds = [k for k in type(value).__mro__[:-1] if not _made_in_python(k) and k not in shown]
+    kinds = [k for k in type(value).__mro__[:-1] if not made_in_python(k) and k not in shown]
     return [k.__qualname__ for k in kinds if k in BASES or home_of(k.__module__) == "known"]
 
 

@@ -26,8 +26,9 @@ PLAIN = (
     torch.device,
 )
 """The types whose `repr` is their content."""
-MADE_WHILE_RUNNING = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+_MADE_WHILE_RUNNING = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 """The flag of types that are not compiled into a library: types of Python code, and of some modules in C."""
+_IN_C = (types.WrapperDescriptorType, types.MethodDescriptorType)
 MOST_LOOKED_AT = 100_000
 """The most values in installed packages that are searched for objects of the user's."""
 
@@ -62,9 +63,18 @@ def _home_of_value(value: object) -> str:
     if type(value).__name__ == "cython_function_or_method":  # Cython's, whose module has no file
         return home_of(value.__module__)
     kind = value if isinstance(value, type) else type(value)
-    if kind.__module__ not in sys.modules and not kind.__flags__ & MADE_WHILE_RUNNING:
-        return "known"  # of a library in C, which may name its module otherwise than it is loaded (`_regex.Pattern`)
+    if kind.__module__ not in sys.modules and not made_in_python(kind):
+        # A library in C may name its module otherwise than it is loaded (`_regex.Pattern`), or a module that none is
+        # (triton: `pybind11_builtins`).
+        return "known"
     return home_of(kind.__module__)
+
+
+def made_in_python(kind: type) -> bool:
+    """Return whether Python code made a type; some types in C are made while running, too: `deque` from Python 3.12."""
+    if not kind.__flags__ & _MADE_WHILE_RUNNING:
+        return False
+    return not any(isinstance(v, _IN_C) and v.__objclass__ is kind for v in vars(kind).values())
 
 
 def _parts(value: object) -> Iterator[object]:
