@@ -195,6 +195,29 @@ def test_what_is_too_large_to_try_is_taken_with_a_warning(monkeypatch: pytest.Mo
     assert re.match(believed, warning)
 
 
+@each_case("apart", [True, False])
+def test_a_tensor_that_is_filled_in_parts_is_tried_when_it_is_full(apart: bool) -> None:
+    """The model has its loss, so that what its layers make is told by their parameters alone (DeepSeek-V2's keys)."""
+
+    class Filled(Model):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            hidden = self.first(x)
+            keys = hidden.new_empty(*hidden.shape[:2], 2 * WIDTH)
+            keys[..., :WIDTH].copy_(hidden.tanh())
+            keys[..., WIDTH:].copy_(hidden if apart else COMBINED["shuffled"](self, hidden))
+            return F.mse_loss(self.last(keys.sort(-1)[0][..., ::2]), y)
+
+    def named(rows: range) -> tuple[dict[str, Tensor], tuple[()]]:
+        return {
+            "x": torch.ones(len(rows), TOKENS, WIDTH),
+            "y": torch.ones(len(rows), TOKENS, 3),
+        }, ()
+
+    refusal = pytest.raises(CaptureError, match="combines rows of the batch")
+    with nullcontext() if apart else refusal:
+        capture(lambda: Filled({}), named, None)
+
+
 def opaque(step: Step) -> nn.Module:
     class Region(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

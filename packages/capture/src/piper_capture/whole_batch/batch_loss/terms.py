@@ -111,8 +111,8 @@ class Dependences:
     """Find the dependence of each node that the loss is made of, in the order of the graph.
 
     `tail` has the nodes behind the last use of a parameter that has rows, behind backwards of users, and behind all of
-    a model that has its loss beside it; earlier nodes count as the model's. `bent` is the first that bends a sum or
-    mean over rows, as `clamp` does, or takes an extreme of the batch.
+    a model that has its loss beside it; earlier nodes, and calls that write into theirs, count as the model's. `bent`
+    is the first that bends a sum or mean over rows, as `clamp` does, or takes an extreme of the batch.
     """
 
     forward: Forward
@@ -131,7 +131,10 @@ class Dependences:
             for n in wanted
             if has_rows(n) and (n in own or self._uses_parameter(n) or self._of_model_code(n))
         )
-        for node in self.forward.graph.nodes:
+        nodes = list(self.forward.graph.nodes)
+        last = max((k for k, n in enumerate(nodes) if n in before), default=0)
+        before |= with_writers(self.forward.graph, before).intersection(nodes[:last])
+        for node in nodes:
             if node not in wanted:
                 continue
             if node.op in ("placeholder", "get_attr"):
