@@ -34,6 +34,10 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     (("import", "deepspeed", ""), "cannot read the file ''"),
     (("import", "megatron", "--num-layers 4", "--gpus", "8"), "options: --seq-length is needed"),
     (("import", "megatron", "--num-layers 4", "--gpu", "8"), "No such option: --gpu"),
+    (
+        ("import", "megatron", "--set", "--num-layers 4", "--json", "--seq-length 8"),
+        "the number of devices is not said; give --gpus",
+    ),
     (("plan", "deepspeed:"), "deepspeed: names no job"),
     (("accuracy", TABLE, "--fit", "", "--stack", "hopper-nemo"), "Is a directory"),
     (("accuracy", TABLE, "--out", "folder"), "cannot write results to folder"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,11 +16,17 @@ class TextCommand(TyperCommand):
     """A command with an argument that may be a text of options, such as '--num-layers 4 --hidden-size 512'."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse arguments; one that begins like an option and has a blank in its name is a text."""
-        texts = [a for a in args if a.startswith("-") and len(a.partition("=")[0].split()) > 1]
+        """Parse arguments; one that begins like an option and has a blank in its name is a text, or an option's value."""
+        taking = {name for p in self.params if not getattr(p, "is_flag", True) for name in p.opts}
+        texts = [
+            k
+            for k, (before, a) in enumerate(pairwise(["", *args]))
+            if a.startswith("-") and len(a.partition("=")[0].split()) > 1 and before not in taking
+        ]
         if "--" in args or not texts:
             return super().parse_args(ctx, args)
-        return super().parse_args(ctx, [*(a for a in args if a not in texts), "--", *texts])
+        others = [a for k, a in enumerate(args) if k not in texts]
+        return super().parse_args(ctx, [*others, "--", *(args[k] for k in texts)])
 
 
 SystemArgument = Annotated[
