@@ -140,7 +140,7 @@ def test_software_sends_a_tensor_that_all_devices_have_in_parts(cut_along_tokens
     assert part.bytes == one.bytes // 4
     alone = DeviceModel(plan, cluster, None)
     channel = meeting_inside(plan, "tp", plan.roles[1])
-    gathered = alone._on_channel(channel, "all_gather", one.bytes).seconds
+    gathered = alone._messages.work(channel, "all_gather", one.bytes).seconds
     assert part.seconds < one.seconds + gathered and part.seconds > gathered > 0
 
 
