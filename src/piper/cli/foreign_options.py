@@ -16,7 +16,7 @@ class TextCommand(TyperCommand):
     """A command with an argument that may be a text of options, such as '--num-layers 4 --hidden-size 512'."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse arguments; one that begins like an option and has a blank in its name is a text, or an option's value."""
+        """Parse arguments: one like an option with a blank in its name is a text, or the value of the option before."""
         taking = {name for p in self.params if not getattr(p, "is_flag", True) for name in p.opts}
         texts = [
             k
