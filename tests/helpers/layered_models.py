@@ -98,7 +98,7 @@ class Reused(nn.Module):
 
 
 class Repeated(nn.Module):
-    """A list in which two blocks stand twice, in turn."""
+    """A list that holds two blocks twice each, alternating."""
 
     def __init__(self) -> None:
         super().__init__()

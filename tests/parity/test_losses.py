@@ -93,6 +93,31 @@ def test_selections_by_two_masks_are_refused_with_the_way_out() -> None:
         check(job(lambda o, t: F.mse_loss(o[t["y"] >= 0], t["f"][t["y"] >= 0])), "pp")
 
 
+def drawn(output: Tensor, number: int) -> list[Tensor]:
+    return [torch.rand(output.shape[:2]) < 0.5 for _ in range(number)]
+
+
+def two_masks(output: Tensor, t: Any) -> Tensor:
+    first, second = drawn(output, 2)
+    return output[first].pow(2).mean() + (output[second] - 1).pow(2).mean()
+
+
+def test_a_mask_of_random_numbers_is_that_of_one_device() -> None:
+    mesh, directives = STRATEGIES["pp"]
+    strategy = piper.Strategy(piper.Mesh(**mesh), directives)
+    made = job(lambda o, t: o[drawn(o, 1)[0]].pow(2).mean())
+    report = verify_strategy(made, strategy, steps=1)
+    assert report.equal, report.text()
+
+
+def test_counts_of_random_numbers_beside_other_terms_are_refused() -> None:
+    """Counted before a step, they would be those of other numbers than the step draws."""
+    with pytest.raises(
+        CaptureError, match=r"test_losses.py:\d+.*count of random numbers.*Job.batch"
+    ):
+        check(job(two_masks), "pp")
+
+
 def quick(name: str, way: str) -> bool:
     """Return whether `make test` has a loss under a kind of plan: the first one of its kind or two."""
     kind = losses.LOSSES[name][0]

@@ -141,19 +141,21 @@ class Positions(nn.Module):
         return scores
 
 
-class Masked(Positions):
-    """Two layers read a mask that the model makes of constants, in a chunk without inputs."""
+class Masked(nn.Module):
+    """Two layers read a mask that the model makes of constants, in a chunk without inputs: all else is in layers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.MultiheadAttention(6, 2, batch_first=True) for _ in range(2))
+        attention = (nn.MultiheadAttention(6, 2, batch_first=True) for _ in range(2))
+        self.layers = nn.ModuleList([nn.Embedding(9, 6), *attention, nn.Linear(6, 9)])
 
     def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.tokens(tokens) + self.places
-        mask = torch.full((8, 8), -torch.inf, dtype=hidden.dtype).triu(1)
-        for layer in self.layers:
+        embed, *layers, head = self.layers
+        mask = torch.full((8, 8), -torch.inf, dtype=head.weight.dtype).triu(1)
+        hidden = embed(tokens)
+        for layer in layers:
             hidden = hidden + layer(hidden, hidden, hidden, attn_mask=mask, need_weights=False)[0]
-        scores: Tensor = self.head(hidden)
+        scores: Tensor = head(hidden)
         return scores
 
 
@@ -167,7 +169,7 @@ class Masked(Positions):
     ids=["positions", "mask, tp", "mask, cp"],
 )
 def test_tensors_of_tokens_without_rows_are_shared(
-    model: type[Positions], strategy: Strategy
+    model: type[nn.Module], strategy: Strategy
 ) -> None:
     def sgd(named: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD([p for _, p in named], lr=0.1)

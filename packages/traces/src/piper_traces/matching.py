@@ -28,7 +28,7 @@ from piper_traces.breakdown import window
 from piper_traces.events import DeviceEvent, RankEvents
 
 SAME_SIZE = 0.01
-"""The relative difference of sizes up to which messages match: other systems pad."""
+"""The largest relative difference between a planned message size and a traced one: other systems pad tensors."""
 
 
 @dataclass(frozen=True)

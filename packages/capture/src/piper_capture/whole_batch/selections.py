@@ -18,7 +18,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -29,6 +28,7 @@ from torch.fx.node import map_arg
 from piper_capture.torch_api import _torch
 from piper_capture.trace.dynamo import Forward
 from piper_capture.values.concrete import is_size, tensors_of
+from piper_capture.whole_batch.batch_loss.calls import tags_of
 from piper_capture.whole_batch.batch_loss.pairs import same_values
 from piper_capture.whole_batch.batch_loss.reductions import (
     CLASSES,
@@ -334,13 +334,10 @@ def _dims(node: fx.Node, name: str) -> frozenset[int] | None:
     return frozenset(d % rank for d in (dims if isinstance(dims, tuple | list) else (dims,)))
 
 
-@lru_cache
 def _is_pointwise(name: str) -> bool:
     """Return whether torch computes each element of a call's result from one of each argument, and draws none."""
-    packet = getattr(torch.ops.aten, name, None)
-    tags = [getattr(packet, overload).tags for overload in packet.overloads()] if packet else []
-    drawn = any(torch.Tag.nondeterministic_seeded in t for t in tags)
-    return not drawn and any(torch.Tag.pointwise in t for t in tags)
+    tags = tags_of(name)
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
 def _value(node: Any) -> Any:

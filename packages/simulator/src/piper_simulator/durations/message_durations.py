@@ -131,7 +131,7 @@ class MessageDurations:
         )
 
     def _instances(self, channel: Channel, cluster: Cluster) -> frozenset[RankGroup]:
-        """Return the rank groups of a channel's instances, of which the slowest gives the duration."""
+        """Return the rank groups of a channel's instances; the slowest group gives the duration."""
         if channel.id not in self._groups:
             equal = parts_of_equal_nodes(self._plan, cluster)
             groups = [

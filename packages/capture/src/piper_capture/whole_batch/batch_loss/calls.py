@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from piper_capture.torch_api import _torch
 from piper_capture.values.concrete import tensors_of
 from piper_capture.whole_batch.batch_loss.reductions import call_name
-from piper_capture.whole_batch.batch_loss.writers import SAME
+from piper_capture.whole_batch.batch_loss.writers import SAME, ancestors
 
 FILLED = frozenset({"full", "full_like", "new_full", "fill"})
 """The calls that make a tensor of one number, the second argument."""
@@ -46,6 +48,20 @@ EXTREMES = BENT | {
     "unique",
 }
 """The reductions of integers and conditions that a trial may find equal in all parts by chance."""
+
+
+@lru_cache
+def tags_of(name: str) -> frozenset[torch.Tag]:
+    """Return the tags that any overload of torch's operator of this name has; none if there is no such operator."""
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet else []
+    return frozenset(tag for overload in overloads for tag in overload.tags)
+
+
+def is_drawn(node: fx.Node) -> bool:
+    """Return whether a value may be made of random numbers, so that the same calls make another one."""
+    seeded = torch.Tag.nondeterministic_seeded
+    return any(seeded in tags_of(call_name(n)) for n in ancestors([node]))
 
 
 def has_rows(node: fx.Node) -> bool:

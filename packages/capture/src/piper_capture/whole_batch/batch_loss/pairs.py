@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from piper_capture.trace.dynamo import Forward
 from piper_capture.values.concrete import canonical_text
-from piper_capture.whole_batch.batch_loss.calls import JOINED, has_rows
+from piper_capture.whole_batch.batch_loss.calls import JOINED, has_rows, is_drawn
 from piper_capture.whole_batch.batch_loss.reductions import (
     IGNORED,
     arguments,
@@ -287,10 +287,12 @@ def weighted(
 def same_values(nodes: Iterable[fx.Node], changed: bool) -> bool:
     """Return whether nodes have the same value because they are computed in the same way from the same tensors.
 
-    If the loss writes into tensors (`changed`), only one and the same node counts.
+    Where the loss writes into tensors (`changed`), or draws a value, only one and the same node counts.
     """
     distinct = list(dict.fromkeys(nodes))
-    return len(distinct) == 1 or (not changed and len({_text(n) for n in distinct}) == 1)
+    if len(distinct) == 1:
+        return True
+    return not (changed or any(map(is_drawn, distinct))) and len({*map(_text, distinct)}) == 1
 
 
 def _text(node: fx.Node) -> str:

@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 
 from piper_capture.trace.dynamo import Counted, Forward, InputOrigin
 from piper_capture.values.concrete import concrete_call, concrete_shape, line_of
-from piper_capture.whole_batch.batch_loss.calls import JOINED
+from piper_capture.whole_batch.batch_loss.calls import JOINED, is_drawn
 from piper_capture.whole_batch.batch_loss.pairs import weighted
 from piper_capture.whole_batch.batch_loss.reductions import call_name
 from piper_capture.whole_batch.batch_loss.terms import Dependences
@@ -110,6 +110,12 @@ class Totals:
                 roots[node] = None
             else:
                 queue += [n for n in node.all_input_nodes if self._decided(n)]
+        if drawn := next(filter(is_drawn, roots), None):
+            raise CaptureError(
+                f"{line_of(drawn)}: the loss divides by a count of random numbers, beside other terms. Such counts are "
+                f"taken of the whole batch before a step draws: draw the numbers in Job.batch, and return them as a "
+                f"tensor of the batch"
+            )
         reductions, start = [], 1
         for node in self._graph.nodes:
             if node in roots:
