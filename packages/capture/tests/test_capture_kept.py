@@ -57,6 +57,7 @@ class Layer(nn.Module):
         self.counts, self.stage, self.clock = [0], 0, count()
         self.register_buffer("constant", torch.arange(4.0))
         self.register_buffer("moving", torch.zeros(4))
+        self.shown, self.aux_loss = torch.empty(0), torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(self, x)
@@ -317,6 +318,19 @@ def a_loss_that_is_only_kept(layer: Any, x: Tensor) -> Tensor:
 
 
 @taken
+def an_activation_that_is_only_kept(layer: Any, x: Tensor) -> Tensor:
+    layer.cache = layer.linear(x)
+    return layer.cache
+
+
+@taken
+def attributes_that_forward_never_reads(layer: Any, x: Tensor) -> Tensor:
+    layer.shown = layer.linear(x)
+    layer.aux_loss = layer.shown.square().mean()
+    return layer.shown
+
+
+@taken
 def a_buffer_that_is_replaced(layer: Any, x: Tensor) -> Tensor:
     layer.moving = layer.moving + 1
     layer.calls += 1
@@ -381,6 +395,23 @@ def test_what_the_next_call_reads_is_refused_by_name_and_line(name: str) -> None
 @each_case("name", TAKEN)
 def test_what_makes_no_difference_is_taken(name: str) -> None:
     assert capture(lambda: Model(TAKEN[name]), batch, squared).program.chunks
+
+
+def test_an_attribute_that_forward_never_reads_is_no_buffer() -> None:
+    """Replicas may differ in it. One that is read, or that a checkpoint has, is a buffer as before."""
+
+    def reads(layer: Any, x: Tensor) -> Tensor:
+        y = layer.linear(x) + layer.aux_loss
+        layer.aux_loss = y.mean()
+        layer.moving = y.mean(0)
+        return y
+
+    for body, expected in (
+        (attributes_that_forward_never_reads, set()),
+        (reads, {"layers.0.aux_loss", "layers.0.moving"}),
+    ):
+        chunks = capture(lambda: Model(body), batch, squared).program.chunks  # noqa: B023 - called at once
+        assert {o.ref for c in chunks for o in c.outputs if o.kind == "buffer"} == expected
 
 
 def test_what_a_call_leaves_as_it_found_it_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ class KeptFile:
     extent: int = 0
 
     def write(self) -> None:
-        """Write the capture if it holds more than the file; a capture that cannot be pickled or written is left out."""
+        """Write the capture if it holds more than the file; warn of one that cannot be pickled or written."""
         from piper_capture import extent, stored
 
         now = extent(self.captured)
@@ -68,10 +68,11 @@ class KeptFile:
         try:
             content = pickle.dumps((self.around, stored(self.captured)))
             _replace(self.path, _digest(content) + content)
-        except (
-            Exception
-        ):  # of whatever kind: a file is there to save time, and what it held so far still holds
-            return
+        except Exception as error:  # of whatever kind: the training does not need the file
+            _say(
+                f"a capture could not be kept, so the next command may make it anew ({self.path}: "
+                f"{type(error).__name__}: {error})"
+            )
 
 
 _FILES: dict[int, KeptFile] = {}

@@ -300,14 +300,19 @@ class _Calls:
         nodes = [recorder.node_of(value) for value in result]
         _check_loss(result, nodes, own=self.loss is None)
         assert nodes[0] is not None
+        placed = _placeholders(gm.graph, recorder.inputs, origins)
+        names = {origin.name for node, origin in placed.items() if node.users}
         return Forward(
             graph=gm.graph,
             owner=gm,
-            origins=_placeholders(gm.graph, recorder.inputs, origins),
+            origins=placed,
             loss=nodes[0],
             weight=nodes[1] if len(nodes) == 2 else None,
             rewrites=_rewrites(
-                self.model, {n: t for n, t in before.items() if n in self.known}, recorder
+                self.model,
+                {n: t for n, t in before.items() if n in self.known},
+                recorder,
+                {n for n, t in before.items() if origins[id(t)].name in names},
             ),
             params=params,
             buffers=buffers,
@@ -374,7 +379,8 @@ def _manifest(
     for key, (tensor, persistent) in tensors.items():
         first, *tied = names[key]
         is_param = isinstance(tensor, nn.Parameter)
-        shape = tuple(int(s) for s in tensor.shape)
+        # not int(s): of a tensor that an earlier call left, that would be a guard on the number of rows
+        shape = tuple(tensor.shape)
         info = TensorInfo(first, shape, tensor.dtype, tuple(tied), tensor.requires_grad, persistent)
         (params if is_param else buffers).append(info)
         origins[key] = InputOrigin("param" if is_param else "buffer", first)
@@ -410,12 +416,18 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _rewrites(
-    model: nn.Module, before: Mapping[str, Tensor], recorder: Recorder
+    model: nn.Module, before: Mapping[str, Tensor], recorder: Recorder, read: Collection[str]
 ) -> dict[str, fx.Node]:
-    """Return the buffers that forward replaced by another tensor (`self.count = self.count + 1`)."""
+    """Return the buffers that forward replaced by another tensor (`self.count = self.count + 1`).
+
+    One that no checkpoint has and that is not among those `read` (`self.aux_loss = ...`, for a caller to look at) is
+    left out: nothing depends on it.
+    """
     node_by_buffer: dict[str, fx.Node] = {}
-    for name, tensor, _ in named_tensors(model):
+    for name, tensor, persistent in named_tensors(model):
         if name in before and tensor is not before[name]:
+            if not persistent and name not in read:
+                continue
             node = recorder.node_of(tensor)
             if node is None:
                 raise CaptureError(
