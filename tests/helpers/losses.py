@@ -97,6 +97,17 @@ def distilled(output: Tensor, t: Any) -> Tensor:
     return (each(output, t["all"]) * trust).sum() / trust.sum()
 
 
+def trusting(output: Tensor, t: Any) -> tuple[Tensor, Tensor]:
+    trust = output.detach().amax(-1).sigmoid()
+    return (each(output, t["all"]) * trust).sum(), trust.sum().clamp(min=1)
+
+
+def rare(output: Tensor, t: Any) -> tuple[Tensor, Tensor]:
+    """Count what many microbatches have none of."""
+    chosen = t["y"] == 3
+    return (each(output, t["all"]) * chosen).sum(), chosen.sum().clamp(min=1)
+
+
 def balanced(output: Tensor, t: Any) -> Tensor:
     """Weigh classes by how often the whole batch has them."""
     counts = F.one_hot(t["all"], CLASSES).sum((0, 1)).clamp(min=1)
@@ -222,6 +233,17 @@ LOSSES: dict[str, tuple[str, Loss]] = {
     ),
     "divided by weights of the model, detached": ("sum", distilled),
     "(sum, weight)": ("sum", lambda o, t: (masked(o, t), t["mask"].sum())),
+    "(mean * count, count)": (
+        "sum",
+        lambda o, t: (ce(o, t["y"]) * (t["y"] >= 0).sum(), (t["y"] >= 0).sum()),
+    ),
+    "(mean, 1)": ("sum", lambda o, t: (F.mse_loss(o, t["f"]), 1)),
+    "(sum, count.clamp(min=1))": ("total", rare),
+    "(sum, 64)": ("total", lambda o, t: (masked(o, t), 64)),
+    "(sum + mean, weight)": (
+        "total",
+        lambda o, t: (masked(o, t) + o.pow(2).mean(), t["mask"].sum()),
+    ),
     "(loss * mask).sum() / mask.sum().clamp(min=1)": (
         "total",
         lambda o, t: masked(o, t) / t["mask"].sum().clamp(min=1),
@@ -313,6 +335,7 @@ LOSSES: dict[str, tuple[str, Loss]] = {
         "sum",
         lambda o, t: each(o, t["all"]).sum() / torch.full((), len(o)),
     ),
+    "(sum, weights of the model.clamp(min=1))": ("refused", trusting),
     "sqrt(mse_loss)": ("refused", lambda o, t: F.mse_loss(o, t["f"]).sqrt()),
     "dice": ("refused", dice),
     "rows compared with each other": ("refused", contrastive),

@@ -46,18 +46,17 @@ def over_whole_batch(
 ) -> Forward:
     """Return the graph with a loss that adds up over microbatches to the loss of the whole batch.
 
-    A mean over rows stays as it is, and so does a pair of the user's. `adding` is the kind of auxiliary gradients that
-    the model adds to the gradients of the loss: they may not be divided by the weight of a pair, nor may gradients that
-    are rounded by their size, or that overflow if a scale multiplies the sum (`scaled`). Raises CaptureError, with the
-    line, for a loss that is another function of the rows.
+    A mean over rows stays as it is, and so does a pair of the user's whose numbers both add up. `adding` is the kind of
+    auxiliary gradients that the model adds to the gradients of the loss: they may not be divided by the weight of a
+    pair, nor may gradients that are rounded by their size, or that overflow if a scale multiplies the sum (`scaled`).
+    Raises CaptureError, with the line, for a loss that is another function of the rows.
     """
     undivided = bool(adding) or forward.quantised or scaled
     if forward.weight is not None:
-        if not undivided:
-            return replace(
-                forward, loss_kind="sum", sums=True, of_model=Dependences(forward).of_model
-            )
-        forward = _divided(forward)
+        pair, forward = forward, _divided(forward)
+        if not undivided and (of_model := _model_beside(pair, forward)) is not None:
+            pair.graph.erase_node(forward.loss)
+            return replace(_summed(pair), of_model=of_model)
     original = Original.of(forward)
     forward = write_divisions(forward)
     before, dependences = set(forward.graph.nodes), Dependences(forward)
@@ -89,8 +88,31 @@ def over_microbatches(
     if forward.weight is not None and scaled:
         return over_whole_batch(forward, adding, scaled=True)
     if forward.weight is not None:
-        return replace(forward, loss_kind="sum", sums=True)
+        return _summed(forward)
     return _beside(forward, adding)
+
+
+def _model_beside(pair: Forward, divided: Forward) -> frozenset[str] | None:
+    """Return the names of the model's operations if a pair of the user's is that of the whole batch; None otherwise.
+
+    Its numbers are both sums, or both means. Of a number that Piper does not see into the user says that it is a sum;
+    it is tried all the same. `divided` is the graph with the pair as one number.
+    """
+    assert pair.weight is not None
+    dependences = Dependences(divided)
+    total, weight = dependences.of[pair.loss], dependences.of[pair.weight]
+    alike = total.plain is not None and total.plain == weight.plain
+    alike |= total.plain == "mean" and weight.constant
+    if not alike:
+        known = total.terms is not None and weight.terms is not None
+        trial = LossTrial(divided, dependences.tail, Original.of(divided))
+        if known or dependences.bent is not None or trial.adds_up(_summed(pair)) is False:
+            return None
+    return dependences.of_model
+
+
+def _summed(pair: Forward) -> Forward:
+    return replace(pair, loss_kind="sum", sums=True)
 
 
 def _divided(forward: Forward) -> Forward:
@@ -169,9 +191,25 @@ def with_metrics_of_batch(forward: Forward) -> Forward:
     One that divides a sum by a number of the batch becomes a pair, and one that is a sum is added up. Any other stays a
     mean over microbatches, with a warning if the whole batch has another one.
     """
-    paired = {m.name for m in forward.metrics if m.kind == "metric_weight"}
-    groups = [[m] if m.name in paired else _metric(forward, m) for m in forward.metrics]
+    weights = {m.name: m.node for m in forward.metrics if m.kind == "metric_weight"}
+    for metric in forward.metrics:
+        if metric.kind == "metric" and metric.name in weights:
+            _look_at_pair(forward, metric, weights[metric.name])
+    groups = [[m] if m.name in weights else _metric(forward, m) for m in forward.metrics]
     return replace(forward, metrics=tuple(m for metrics in groups for m in metrics))
+
+
+def _look_at_pair(forward: Forward, metric: MetricNode, weight: fx.Node) -> None:
+    """Warn of a pair of the user's that does not add up to that of the whole batch."""
+    pair = replace(forward, loss=metric.node, weight=weight, counted=None)
+    divided = _divided(pair)
+    if _model_beside(pair, divided) is None:
+        forward.warned.append(
+            f"metric {metric.name!r}: a number of its pair (sum, weight) is no sum over rows. A step has the quotient of "
+            f"both sums over microbatches and replicas, which depends on their number; return sums, without a clamp "
+            f"or a constant beside them"
+        )
+    forward.graph.erase_node(divided.loss)
 
 
 def _metric(forward: Forward, metric: MetricNode) -> list[MetricNode]:
