@@ -170,6 +170,23 @@ def test_a_wrong_count_is_found_when_a_loss_is_compiled(name: str, fault: Any) -
         check(job(losses.LOSSES[name][1]), "pp")
 
 
+TEACHER = nn.Linear(losses.CLASSES, losses.CLASSES).double()
+
+
+def taught(output: Tensor, t: Any) -> Tensor:
+    with torch.no_grad():
+        wanted = TEACHER(t["f"].double()).softmax(-1)
+    return F.kl_div(output.log_softmax(-1), wanted, reduction="batchmean")
+
+
+def test_a_teacher_that_runs_without_gradients_need_not_be_frozen() -> None:
+    assert check(job(taught), "dp") == "mean"
+    with pytest.raises(
+        CaptureError, match=r"of shape \(7, 7\), which is trained.*requires_grad_\(False\)"
+    ):
+        check(job(lambda o, t: F.mse_loss(TEACHER(o), t["f"])), "dp")
+
+
 def test_the_table_of_losses_is_this_one() -> None:
     text = (Path(__file__).parents[2] / "docs" / "your_model.md").read_text()
     rows = ROW.findall(text.split("| form | losses |")[1].replace("`", ""))

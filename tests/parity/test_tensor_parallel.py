@@ -181,6 +181,45 @@ def test_tensors_of_tokens_without_rows_are_shared(
     assert verify_strategy(job, strategy, steps=2).equal
 
 
+class Featured(nn.Module):
+    """Each row has three features of its own beside its eight tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.of_row = nn.Embedding(9, 6), nn.Linear(3, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.head = nn.Linear(6, 9)
+
+    def forward(self, tokens: Tensor, features: Tensor) -> Tensor:
+        hidden = self.tokens(tokens) + self.of_row(features)[:, None]
+        for layer in self.layers:
+            hidden = hidden + layer(hidden).tanh()
+        scores: Tensor = self.head(hidden)
+        return scores
+
+
+@each_case(
+    ("mesh", "directive"),
+    [
+        (Mesh(tp=2), piper.shard(where(), stream="tokens")),
+        (Mesh(cp=2), piper.shard(where(), over="cp", index="tokens", order="zigzag")),
+    ],
+)
+def test_features_of_a_row_that_do_not_divide_are_no_tokens(mesh: Mesh, directive: Any) -> None:
+    def batch(step: int, rows: range) -> Any:
+        tokens, targets = random_tokens(9, 8, step, rows)
+        return (tokens, tokens[:, :3] / 9.0), targets
+
+    def sgd(named: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for _, p in named], lr=0.1)
+
+    def loss(scores: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+    job = piper.Job(Featured, batch, loss, sgd, global_batch=2)
+    assert verify_strategy(job, Strategy(mesh, [directive]), steps=2).equal
+
+
 @pytest.mark.long
 def test_an_opaque_region_is_computed_whole() -> None:
     """With shared tokens it would lack some of them, and says so."""

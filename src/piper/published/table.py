@@ -193,7 +193,10 @@ def read_rows(path: Path, only: str = "*") -> list[PublishedRow]:
         (n, x) for n, x in enumerate(lines, 1) if x.strip() and not x.lstrip().startswith("#")
     ]
     reader = csv.DictReader([x for _, x in numbered])
-    columns = list(reader.fieldnames or ())
+    try:
+        columns, records = list(reader.fieldnames or ()), [(reader.line_num, f) for f in reader]
+    except csv.Error as error:  # a cell of more than 128 KiB
+        raise JobError(f"{path}: near line {numbered[min(reader.line_num, len(numbered) - 1)][0]}: {error}") from None
     missing = [name for name in _NEEDED if name not in columns]
     if missing and len(columns) == 1 and (mark := next((m for m in ";\t|" if m in columns[0]), "")):
         raise JobError(
@@ -222,10 +225,10 @@ def read_rows(path: Path, only: str = "*") -> list[PublishedRow]:
         text = f"{path}: columns {', '.join(unread_columns)}: not read; docs/accuracy.md lists the columns that are"
         warnings.warn(text, PiperWarning, stacklevel=2)
     rows = []
-    for fields in reader:
+    for number, fields in records:
         if not any(fields.values()):
             continue
-        where = f"line {numbered[reader.line_num - 1][0]}"
+        where = f"line {numbered[number - 1][0]}"
         try:
             if None in fields:
                 raise JobError(f"{where}: more cells than the {len(columns)} columns of the table")

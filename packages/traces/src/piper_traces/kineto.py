@@ -42,13 +42,19 @@ _BYTES = {
     "bfloat16": 2, "byte": 1, "char": 1, "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
 """The bytes of an element by the names that c10's ScalarType prints."""
+LONGEST_US = 86400e6
+"""The longest event that is believed: a day."""
 
 
 def read_ranks(paths: Iterable[str | Path]) -> list[RankEvents]:
     """Return the events of several ranks' files, by rank.
 
-    Raises FormatError for a file that is no trace, for two files of the same rank, and for files of several jobs.
+    Raises FormatError for a file that is no trace, for two files of the same rank, one that stands twice, and for files
+    of several jobs.
     """
+    paths = [Path(path) for path in paths]
+    if twice := [path for path in dict.fromkeys(paths) if paths.count(path) > 1]:
+        raise FormatError(f"{twice[0]} is given twice; give one file of each rank")
     ranks = [read_events(path) for path in paths]
     by_rank: dict[int, str] = {}
     for one in ranks:
@@ -92,7 +98,7 @@ def _document(path: Path) -> Mapping[str, Any]:
         raise FormatError(unread("the trace", path, error, advice)) from error
     except (EOFError, zlib.error) as error:
         raise FormatError(f"{path}: the file is cut off or damaged ({error})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(
             f"{path}: no JSON ({error}); a file that torch.profiler's export_chrome_trace wrote is expected"
         ) from error
@@ -108,6 +114,8 @@ def _events(
 ) -> RankEvents:
     """Return the events of a document; raise KeyError, TypeError or ValueError for one that lacks a part."""
     complete = [e for e in events if e.get("ph") == "X" and e.get("dur") is not None]
+    for e in complete:
+        _check_times(e)
     launches = {
         e["args"]["correlation"]: base + (e["ts"] + e["dur"]) / 1e6
         for e in complete
@@ -148,9 +156,14 @@ def _events(
     )
 
 
-def _interval(event: Mapping[str, Any], base: float) -> tuple[float, float]:
-    if event["dur"] < 0:
+def _check_times(event: Mapping[str, Any]) -> None:
+    if not 0 <= event["dur"] <= LONGEST_US:
         raise ValueError(f"{event['name']} takes {event['dur']} us")
+    if not math.isfinite(event["ts"]):
+        raise ValueError(f"{event['name']} begins at {event['ts']} us")
+
+
+def _interval(event: Mapping[str, Any], base: float) -> tuple[float, float]:
     return base + event["ts"] / 1e6, base + (event["ts"] + event["dur"]) / 1e6
 
 

@@ -205,9 +205,10 @@ def _claimed(
 ) -> _Chosen:
     nests, heads = shareable(joint, first, kept), _heads(first)
     tensor = prod(s.degree for s in asked if not s.context)
+    tokens = _shared_tokens(joint, first, asked)
     claims, others = [], []
     for one in asked:
-        stream = tuple(_tokens(joint, first)) if one.stream == "tokens" or one.context else ()
+        stream = tokens if one.stream == "tokens" or one.context else ()
         if one.context:
             heads_too = heads if one.attention == HEADS_AROUND else ()
             inside = tuple(
@@ -416,13 +417,35 @@ def _size(indexes: Indexed, at: tuple[TensorKey, int]) -> int:
     return prod(i.size for i in indexes.tensors[at[0]][at[1]])
 
 
-def _tokens(joint: Joint, indexes: Indexed) -> Iterator[Nested]:
-    """Yield the tokens of values between chunks; raise DirectiveError where no op tells them from the rows."""
-    seen, exchanged, flat = set[Nested](), joint.exchanged, joint.flat
+def _shared_tokens(
+    joint: Joint, indexes: Indexed, asked: Sequence[Sharding]
+) -> tuple[Nested, ...]:
+    """Return the tokens that devices share.
 
-    def tokens(node: fx.Node, dims: Sequence[Nested]) -> Nested:
+    A tensor of the batch of shape [rows, numbers] may hold tokens, or a row's features. These stay whole where they do
+    not divide evenly, and other tokens do.
+    """
+    sharing = [one for one in asked if one.stream == "tokens" or one.context]
+    if not sharing:
+        return ()
+    parts = prod(one.degree for one in sharing) * (1 + any(o.order == ZIGZAG for o in sharing))
+    found = _tokens(joint, indexes)
+    fitting = {nest for nest in found if steps_of(nest, parts) is not None}
+    whole = {nest for nest, features in found.items() if features} - fitting if fitting else set()
+    return tuple(nest for nest in found if nest not in whole)
+
+
+def _tokens(joint: Joint, indexes: Indexed) -> dict[Nested, bool]:
+    """Return the tokens of values between chunks, and whether only tensors of the batch [rows, numbers] have them.
+
+    Raises DirectiveError where no op tells them from the rows.
+    """
+    seen, exchanged, flat = dict[Nested, bool](), joint.exchanged, joint.flat
+
+    def see(node: fx.Node, dims: Sequence[Nested], features: bool) -> None:
         nest = dims[joint.tokens_of(node)]
-        return _within_rows(nest, joint.row_tokens) if node in flat else nest
+        nest = _within_rows(nest, joint.row_tokens) if node in flat else nest
+        seen[nest] = features and seen.get(nest, True)
 
     for k, node in enumerate(joint.inputs):
         if (
@@ -430,12 +453,13 @@ def _tokens(joint: Joint, indexes: Indexed) -> Iterator[Nested]:
             and node not in exchanged
             and len(indexes.tensors[node, 0]) > TOKENS
         ):
-            seen.add(tokens(node, indexes.tensors[node, 0]))
+            dims = indexes.tensors[node, 0]
+            see(node, dims, joint.kinds[k] == "batch" and len(dims) == TOKENS + 1)
     for node in joint.outputs:
         dims = indexes.tensors[key_of(node)]
         if node not in exchanged and len(dims) > TOKENS:
-            seen.add(tokens(node, dims))
-    yield from sorted((n for n in seen if n), key=lambda n: n[0].number)
+            see(node, dims, False)
+    return {nest: seen[nest] for nest in sorted(filter(None, seen), key=lambda n: n[0].number)}
 
 
 def _within_rows(nest: Nested, tokens: int) -> Nested:

@@ -16,6 +16,7 @@ from piper_capture.module.model import Loss, named_tensors
 from piper_capture.torch_api._torch import in_place
 from piper_capture.torch_api._torch_joint import is_fake
 from piper_capture.values.casts import Casts
+from piper_capture.values.concrete import tensors_of
 from piper_ir.ground.errors import CaptureError
 
 MOST = 2**17
@@ -23,7 +24,8 @@ MOST = 2**17
 TRAINED = (
     "the loss has {what}, which is trained, and the optimizer of a job has the model's parameters alone. Let the "
     "model hold it: make the loss a part of the model, which then gets the labels among its inputs and returns its "
-    "own loss (Job without loss)"
+    "own loss (Job without loss). One that is not trained, as of a teacher, needs no gradient: "
+    "teacher.requires_grad_(False)"
 )
 
 
@@ -44,7 +46,8 @@ def take_constant(graph: fx.Graph, node: fx.Node, value: Tensor) -> bool:
     if is_fake(value) or not _of_loss(node):
         return False
     shape = tuple(value.shape)
-    if value.requires_grad:
+    # under no_grad, as of a teacher, nothing that is made of it has a gradient
+    if value.requires_grad and any(t.requires_grad for u in node.users for t in tensors_of(u)):
         raise CaptureError(TRAINED.format(what=f"a tensor of shape {shape}"))
     if value.numel() > MOST:
         raise CaptureError(

@@ -38,7 +38,7 @@ def float8_recipe(foreign: Foreign) -> str:
 
 
 FP8 = Unsupported(
-    "fp8 but for the backends AO and TE,",
+    "fp8 beside DeepSpeed, or of other backends than AO and TE,",
     "take bf16 in the file",
     unless=("no", "bf16", "fp16", None),
     stand_in="bf16",

@@ -135,9 +135,10 @@ def _by_fields(values: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
     # Accelerate's plugin has stage 2 where nothing is said, and rows of the script.
     options.setdefault("zero_optimization.stage", OptionValue(2, default=True))
     precision = values.get("mixed_precision", OptionValue("no"))
-    for name in ("bf16", "fp16"):
-        if precision.value == name:
-            options[f"{name}.enabled"] = replace(precision, value=True)
+    # beside fp8, all but its products is in bf16
+    enabled = {"bf16": "bf16", "fp8": "bf16", "fp16": "fp16"}.get(precision.value)
+    if enabled:
+        options[f"{enabled}.enabled"] = replace(precision, value=True)
     rows = values.get(f"{ARGUMENTS}per_device_train_batch_size")
     if rows is not None:
         options["train_micro_batch_size_per_gpu"] = rows

@@ -17,7 +17,7 @@ from piper_interop.megatron.sizes import length, makers_of, policy_of, sizes
 from piper_interop.megatron.stages import boundaries
 from piper_interop.megatron.table import TABLE
 from piper_interop.megatron.table_model import beside, exchanged, mixture, parts_again
-from piper_interop.megatron.table_strategy import muon, sharded, whole_graph
+from piper_interop.megatron.table_strategy import muon, narrow_latent, sharded, whole_graph
 from piper_interop.neutral.described import (
     DeviceLayout,
     ExpertAxes,
@@ -173,6 +173,10 @@ def _loss_scale(foreign: Foreign) -> tuple[tuple[str, float], ...]:
     )
 
 
+LATENT = ("layers.*.attention.kv_down",)
+"""The linear layer of latent keys and values, of the model here."""
+
+
 def _float8(foreign: Foreign, asked: Asked) -> Float8Layers | None:
     """Return the linear layers that multiply in float8: the ones of all blocks but some first and last ones."""
     recipe = foreign["fp8-recipe"]
@@ -186,7 +190,7 @@ def _float8(foreign: Foreign, asked: Asked) -> Float8Layers | None:
     return Float8Layers(
         recipe,
         modules=("layers.*",),
-        keep=tuple(f"layers.{k}.*" for k in kept),
+        keep=(*(f"layers.{k}.*" for k in kept), *LATENT * narrow_latent(foreign)),
         saved="float8",
     )
 

@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def _of_yaml(text: str, label: str) -> Iterator[WrittenOption]:
     """Yield the options of a YAML file: the ones below MODEL_ARGS of a functional test, else all of them."""
     try:
         data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise JobError(f"{label}: no YAML: {' '.join(str(error).split())}") from None
     arguments = data.get("MODEL_ARGS", data) if isinstance(data, dict) else None
     if not isinstance(arguments, dict) or not arguments:
@@ -247,7 +248,7 @@ def _devices(started: JobCommand | None) -> int | None:
     if started is None:
         return None
     given = {"nnodes": "1"}
-    for token, following in zip(started.before, [*started.before[1:], Token("", 0)], strict=True):
+    for token, following in pairwise([*started.before, Token("", 0)]):
         name, joined, value = token.text.removeprefix("--").partition("=")
         given[name.replace("_", "-")] = value if joined else following.text
     counts = [given.get(name, "") for name in ("nproc-per-node", "nnodes")]

@@ -112,6 +112,13 @@ def _recipe_is(*names: str) -> Callable[[Foreign], bool]:
     return lambda foreign: foreign["fp8-recipe"] in names
 
 
+def narrow_latent(foreign: Foreign) -> bool:
+    """Return whether the blocks of a recipe do not divide the width of the latent keys and values, 512 + 64."""
+    width = foreign["kv-lora-rank"] + foreign["qk-pos-emb-head-dim"]
+    block = {"blockwise": 128, "mxfp8": 32}.get(foreign["fp8-recipe"], 1)
+    return bool(foreign["multi-latent-attention"]) and width % block != 0
+
+
 _FLOAT8: tuple[OptionRow, ...] = (
     Unsupported(
         "fp8 by a quantizer of its own",
@@ -124,6 +131,11 @@ _FLOAT8: tuple[OptionRow, ...] = (
         "experts' products in bfloat16",
         SLOW,
         when=mixture,
+    ),
+    Nearest(
+        "the down-projection of keys and values in bfloat16, whose width whole blocks do not divide",
+        SLOW,
+        when=narrow_latent,
     ),
     Nearest(
         "weights are cast to fp8 where they are used",

@@ -47,7 +47,8 @@ def options_of(source: str) -> dict[str, OptionValue]:
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError) as error:
-        raise JobError(f"{source} is neither JSON nor YAML: {error}") from None
+        why = " ".join(str(error).split())
+        raise JobError(f"{source} is neither JSON nor YAML: {why}") from None
     if not isinstance(root, yaml.MappingNode):
         raise JobError(f"{source} holds no options: an object of names and values is expected")
     found = dict(islice(_flat(root, (), name), MOST + 1))

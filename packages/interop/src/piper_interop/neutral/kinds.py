@@ -57,6 +57,8 @@ class OptionKind:
             return int(value)
         if bool in self.types and str not in self.types and str(value).lower() in ("true", "false"):
             return str(value).lower() == "true"
+        if isinstance(value, str) and value not in self.choices and value.upper() in self.choices:
+            return value.upper()  # as Accelerate reads the names of PyTorch's choices
         return value
 
 

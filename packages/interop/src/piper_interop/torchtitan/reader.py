@@ -158,7 +158,7 @@ def _kept(path: Path, asked: Asked) -> Json:
     marked = [line for line in lines if line.startswith(ask.MARK)]
     try:
         answer = json.loads(marked[-1].removeprefix(ask.MARK) if marked else text)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise JobError(f"{path} is no JSON: {e}") from None
     needed = ("version", "config", "defaults", "parameters")
     if not isinstance(answer, dict) or any(name not in answer for name in needed):

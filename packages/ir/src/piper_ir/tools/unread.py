@@ -36,7 +36,7 @@ def json_fields(text: str, path: str | Path, needed: str) -> dict[str, Any]:
     """Return the fields of a JSON object; raise JobError, with the file and the accepted form, for other text."""
     try:
         fields = json.loads(text)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise JobError(f"{path} is no JSON: {e}") from None
     if not isinstance(fields, dict):
         raise JobError(f"{path} holds a {type(fields).__name__}; {needed} is needed")
