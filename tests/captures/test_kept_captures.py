@@ -14,11 +14,14 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy
 import pytest
+import torch
 from platformdirs import user_cache_path
 
 import piper
@@ -26,6 +29,8 @@ from piper.api.captures import capturing, installed, kept_captures, package_sett
 from piper.api.captures.installed import InstalledState
 from piper.views.explained.explain import explain
 from piper_capture import StoredCode
+from piper_capture.store import assemble
+from piper_capture.trace import written_modules
 from piper_ir.ground.errors import CaptureError, PiperWarning
 from tests.helpers import expert_loops
 from tests.helpers.capture_jobs import ONE, Net, job
@@ -255,6 +260,33 @@ def test_a_function_on_another_line_is_captured(counted: Mock, again: Callable[[
         piper.compile(job(functools.partial(space["Moved"], 2)), ONE)
         again()
     assert counted.call_count == 2
+
+
+def test_code_with_other_names_than_the_kept_one_is_said(
+    counted: Mock, again: Callable[[], None], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something more is asked of a capture whose names this process does not make: its file goes."""
+    piper.compile(job(PLAIN), ONE)
+    again()
+    named = assemble._Assembly._code
+    monkeypatch.setattr(assemble._Assembly, "_code", lambda *given: f"{named(*given)}x")
+    recomputed = replace(ONE, directives=[piper.recompute(piper.where(), keep="inputs")])
+    with pytest.raises(CaptureError, match=r"other names in this one.*run the same again"):
+        piper.compile(job(PLAIN), recomputed)
+    assert not files(folder)
+    piper.compile(job(PLAIN), recomputed)
+
+
+def test_a_pickled_class_has_no_random_name() -> None:
+    """Names of code are made of it, which are the same in each process."""
+    source = "import torch\nclass Made(torch.nn.Module):\n    def forward(self, x):\n        return x.tanh()\n"
+    texts = []
+    for _ in range(2):
+        space: dict[str, Any] = {"__name__": "__main__"}
+        exec(source, space)
+        texts.append(written_modules.pickled("made", space["Made"]()))
+    assert texts[0] == texts[1]
+    assert pickle.loads(texts[0])(torch.zeros(2)).tolist() == [0, 0]
 
 
 @pytest.mark.long

@@ -42,6 +42,17 @@ WORDS = {
     "folder": ("is a folder", "no such", "holds no", "no checkpoint"),
     "binary": ("UTF-8", "no JSON", "not a folder", "SyntaxError", "no safetensors", "no such"),
     "refused": ("this user may not read it", "not a folder", "no such"),
+    "nested": (
+        "recursion",
+        "not a folder",
+        "SyntaxError",
+        "no safetensors",
+        "no such",
+        "columns",
+        "TOML",
+        "no command",
+        "cell 1",
+    ),
 }
 """Why a file of each kind cannot be read: a command says one of these."""
 
@@ -60,6 +71,7 @@ def test_every_command(
         fails(result, named.partition("/")[0])
         assert "[Errno" not in result.output + result.stderr, row
         assert any(word in result.stderr for word in WORDS[kind]), (row, result.stderr)
+        assert len(result.stderr) < 4000, (row, "the text of a file is not an error's")
 
 
 def _make(path: Path, kind: str) -> None:
@@ -68,7 +80,7 @@ def _make(path: Path, kind: str) -> None:
     if kind == "folder":
         path.mkdir(exist_ok=True)
     elif kind != "missing" and not path.exists():
-        path.write_bytes(b"\x80\x00\xff")
+        path.write_bytes(b"[" * 100_000 if kind == "nested" else b"\x80\x00\xff")
 
 
 def _refuse(monkeypatch: pytest.MonkeyPatch) -> None:

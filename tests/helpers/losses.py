@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Normal, kl_divergence
 
 CLASSES, TOKENS, WIDTH, ROWS = 7, 4, 6, 8
 Loss = Callable[[Any, Any], Any]
@@ -84,6 +85,10 @@ def added(output: Tensor, t: Any) -> Tensor:
 def focal(output: Tensor, t: Any) -> Tensor:
     loss = each(output, t["all"])
     return ((1 - torch.exp(-loss)) ** 2 * loss).mean()
+
+
+def divergence(output: Tensor, t: Any) -> Tensor:
+    return kl_divergence(Normal(output, 1.0), Normal(t["f"].to(output.dtype), 2.0)).mean()
 
 
 def dice(output: Tensor, t: Any) -> Tensor:
@@ -312,6 +317,7 @@ LOSSES: dict[str, tuple[str, Loss]] = {
         "mean",
         lambda o, t: F.kl_div(o.log_softmax(-1), t["f"].softmax(-1), reduction="batchmean"),
     ),
+    "kl_divergence of two distributions": ("mean", divergence),
     "focal loss": ("mean", focal),
     "poisson_nll_loss": ("mean", lambda o, t: F.poisson_nll_loss(o, t["f"])),
     "gaussian_nll_loss": ("mean", lambda o, t: F.gaussian_nll_loss(o, t["f"], torch.ones_like(o))),

@@ -189,6 +189,20 @@ def test_parts_of_an_optimizer_on_the_host_have_no_words():
         described(piper.Mesh(dp=8), *recipes.one_f_one_b(pp=1, microbatches=2), *parts)
 
 
+def test_first_layers_of_each_stage_are_said_to_megatron_alone():
+    chosen = piper.recompute(where(layer=(0, 1, 3, 4)), keep="inputs")
+    text = described(piper.Mesh(pp=2), *recipes.one_f_one_b(pp=2, microbatches=4), chosen)
+    assert "--recompute-method block\n--recompute-num-layers 2\n" in "".join(
+        export_job("megatron", text).files.values()
+    )
+    with pytest.raises(JobError, match="of some layers"):
+        export_job("torchtitan", text)
+    other = piper.recompute(where(layer=(0, 3, 4)), keep="inputs")
+    uneven = described(piper.Mesh(pp=2), *recipes.one_f_one_b(pp=2, microbatches=4), other)
+    with pytest.raises(JobError, match="the first layers of each stage"):
+        export_job("megatron", uneven)
+
+
 def test_a_schedule_of_ones_own_has_no_words():
     orders = [[("F", 0), ("F", 1), ("B", 1), ("B", 0)], [("F", 0), ("F", 1), ("B", 1), ("B", 0)]]
     parts = (*recipes.pipeline(pp=2, microbatches=2), *recipes.stage_orders(orders))

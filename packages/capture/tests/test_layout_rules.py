@@ -119,6 +119,24 @@ def test_a_part_of_one_step_is_not_squeezed_away() -> None:
     assert marks(call) == "=- -> =-"
 
 
+@each_case(
+    ("shape", "given", "runs"),
+    [
+        ((10, 24), (2, 5, 4, 6), [(1, 2), (1, 2)]),
+        ((2, 3, 8), (6, 2, 4), [(2, 1), (1, 2)]),
+        ((4, 6), (6, 4), [(2, 2)]),
+        ((5, 1, 3), (5, 3, 1), [(2, 1), (1, 2)]),
+        ((), (1, 1), [(0, 2)]),
+    ],
+)
+def test_a_view_loops_over_its_dimensions_in_the_shortest_runs(
+    shape: tuple[int, ...], given: tuple[int, ...], runs: list[tuple[int, int]]
+) -> None:
+    """Heads that do not fit into the blocks of a recipe are left whole, and the rows beside them are not."""
+    call = call_of(aten.view.default, (torch.zeros(shape), list(given)), {})
+    assert [(len(a), len(b)) for a, b in of_call(call).loops.same] == runs
+
+
 @each_case("reduce", ["integers", "booleans", "cast"])
 def test_what_rounds_is_not_linear(reduce: str) -> None:
     d = Draw(0)

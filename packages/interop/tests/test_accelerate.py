@@ -122,6 +122,10 @@ def test_ddp_has_whole_states_and_reduces_in_float32(tmp_path: Path) -> None:
         ({"fsdp_version": 2, "fsdp_reshard_after_forward": False}, (16, 1, 3, False)),
         ({"fsdp_version": 2, "fsdp_reshard_after_forward": "true"}, (16, 1, 3, True)),
         ({"fsdp_version": 2}, (16, 1, 3, True)),
+        (
+            {"fsdp_sharding_strategy": "full_shard", "fsdp_backward_prefetch": "backward_pre"},
+            (16, 1, 3, True),
+        ),
     ],
 )
 def test_strategies_of_fsdp(
@@ -221,6 +225,22 @@ def test_fp8_of_a_launch_file(tmp_path: Path, config: dict[str, Any], found: Flo
     assert f"backend: {config['backend']}\n" in text and "mixed_precision: fp8" in text
     with pytest.raises(JobError, match="linear layers in float8; nearest: bfloat16"):
         export_job("deepspeed", described)
+
+
+def test_fp8_beside_deepspeed_is_bf16_where_asked(tmp_path: Path) -> None:
+    """Accelerate tells DeepSpeed of bf16 then, and the backend has no part in the refusal."""
+    options = {
+        **ACCELERATE["ddp"],
+        "distributed_type": "DEEPSPEED",
+        "deepspeed_config": {"zero_stage": 3},
+        "mixed_precision": "fp8",
+        "fp8_config": {"backend": "TE"},
+    }
+    more = ("per_device_train_batch_size=2",)
+    with pytest.raises(JobError, match="fp8 beside DeepSpeed"):
+        launched(tmp_path, options, sets=more)
+    found = launched(tmp_path, options, sets=more, stand_ins=("bf16",))
+    assert (found.float8, found.compute, found.params) == (None, "bfloat16", "float32")
 
 
 def _fsdp(**options: Any) -> dict[str, Any]:

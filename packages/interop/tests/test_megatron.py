@@ -295,6 +295,14 @@ def test_float8_is_that_of_transformer_engine() -> None:
     assert usual == Float8Layers("delayed", ("layers.*",), saved="float8")
 
 
+def test_a_latent_that_blocks_do_not_divide_stays_in_bfloat16() -> None:
+    latent = "--multi-latent-attention --kv-lora-rank 64 --qk-pos-emb-head-dim 32 --fp8-format e4m3"
+    for recipe, kept in (("blockwise", ("layers.*.attention.kv_down",)), ("mxfp8", ())):
+        job = imported(f"{DENSE} {latent} --fp8-recipe {recipe}")
+        assert job.described.float8 is not None and job.described.float8.keep == kept
+        assert any("down-projection" in line.text for line in job.judgement.nearest) == bool(kept)
+
+
 def current() -> JobDescription:
     return described("--fp8-format hybrid --fp8-recipe tensorwise")
 

@@ -57,7 +57,8 @@ def test_a_script_says_the_same_as_a_text(tmp_path: Path) -> None:
 @each_case(
     ("old", "new", "complaint"),
     [
-        ("LAYERS=8;", "LAYERS=$((4*2));", "--num-layers $(($((4*2)))"),
+        ("LAYERS=8;", "LAYERS=$((4*HALF));", "--num-layers $((4*HALF)): nothing here says what that is (line 8)"),
+        ("LAYERS=8;", "LAYERS=$((8/0));", "--num-layers $((8/0)): nothing here says what that is (line 8)"),
         ("LAYERS=8;", "LAYERS=$(nproc);", "$(nproc): nothing here says what that is (line 8)"),
         ("--num-layers $LAYERS", "--num-layers $DEPTH", "--num-layers $DEPTH: nothing here says what that is (line 12)"),
         ('[ "$GPUS" == "4" ]', '[ "$SIZE" == "4" ]', "--vocab-size stands under the condition in line 19"),
@@ -75,7 +76,22 @@ def test_what_a_script_does_not_say_is_refused(
     assert old in SCRIPT
     with pytest.raises(JobError) as refusal:
         of_file(tmp_path / "train.sh", SCRIPT.replace(old, new, 1))
-    assert complaint.replace("$(($((4*2)))", "$(") in str(refusal.value)
+    assert complaint in str(refusal.value)
+
+
+@each_case(
+    "layers",
+    [
+        "$((4*2))",
+        "$((2 * (GPUS + 1) - 2))",
+        "$((${GPUS} * $NODES))",
+        "$((-17 / -2))",
+        "$((26 % 9))",
+    ],
+)
+def test_arithmetic_of_a_script_is_computed(layers: str, tmp_path: Path) -> None:
+    job = of_file(tmp_path / "train.sh", SCRIPT.replace("LAYERS=8;", f"LAYERS={layers};", 1))
+    assert job.described.sizes.fields["layers"] == 8
 
 
 def test_more_of_the_shell(tmp_path: Path) -> None:
@@ -97,6 +113,13 @@ def test_more_of_the_shell(tmp_path: Path) -> None:
     assert job.foreign.values["weight-decay"].value == 0.1
     with pytest.raises(JobError, match="give --gpus"):
         of_file(tmp_path / "run.slurm", script)
+
+
+def test_a_program_behind_a_variable_alone_says_no_devices(tmp_path: Path) -> None:
+    script = f"OPTIONS='{DENSE} --save $OUT'\nsrun train.sh\n"
+    assert of_file(tmp_path / "run.sh", script, devices=8).described.layout.dp == 8
+    with pytest.raises(JobError, match="give --gpus"):
+        of_file(tmp_path / "run.sh", script)
 
 
 @each_case(

@@ -166,6 +166,22 @@ def test_optimizers_that_cannot_run_are_refused(function: Any, says: str) -> Non
         spec_of(function)
 
 
+class Sign(torch.optim.Optimizer):
+    """Asks for a gradient of every parameter."""
+
+    def step(self) -> None:  # type: ignore[override]  # no closure
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(group["lr"] * p.grad.sign())
+
+
+def test_an_optimizer_that_needs_all_gradients_is_told_of_ranks_without_them() -> None:
+    spec = spec_of(lambda named: Sign([p for _, p in named if p.requires_grad], {"lr": 0.1}))
+    assert spec.whole_steps.held(["layers.0", "layers.1", "head"]) > 0
+    with pytest.raises(JobError, match=r"second step.*skips those without a gradient"):
+        spec.whole_steps.held(["layers.0"])
+
+
 def test_another_grouping_than_the_planned_one_is_refused() -> None:
     plan, job = chain(optimizer=adamw)
     _, other_job = chain(optimizer=sgd)

@@ -102,6 +102,20 @@ def test_a_runs_log_has_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         )
 
 
+def test_a_token_has_a_rank_of_one_expert_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two experts for each token, one rank of eight can have half of the rows: four times the mean."""
+    mixture = Mixture(experts=8, ranks=8, choices=32, tokens=16, padded=False)
+    monkeypatch.setattr("piper_simulator.durations.expert_loads.mixture_of", lambda plan: mixture)
+    plan: Any = None
+    found = load_of(plan, 4)
+    assert found is not None and found.mean == 4
+    with pytest.raises(
+        PlanError, match=r"to 4 \(of 2 different experts of a token a rank has 1 at"
+    ):
+        load_of(plan, 4.1)
+    assert max(drawn(Zipf(5, draws=200), mixture)) <= 4
+
+
 @each_case("load", [0.9, 4.1, float("nan"), float("inf")])
 def test_a_load_lies_between_alike_and_all_at_one(
     load: float, monkeypatch: pytest.MonkeyPatch

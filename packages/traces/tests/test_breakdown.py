@@ -128,6 +128,13 @@ DAMAGED = {
     "a time that runs backwards": lambda raw: (
         b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": -1}]}'
     ),
+    "a time that is no number": lambda raw: (
+        b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "k", "ts": 1, "dur": NaN}]}'
+    ),
+    "a time of years": lambda raw: (
+        b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "k", "ts": 1, "dur": 1e300}]}'
+    ),
+    "lists in lists": lambda raw: b"[" * 100_000,
     "nothing in it": lambda raw: b'{"traceEvents": []}',
 }
 
@@ -152,7 +159,11 @@ def test_wrong_steps_and_ranks_are_refused(path: Path, tmp_path: Path) -> None:
     events = read_events(path)
     with pytest.raises(FormatError, match=r"no step 9; its steps are 3"):
         breakdown(events, 9)
+    again = tmp_path / "again.json"
+    again.write_bytes(path.read_bytes())
     with pytest.raises(FormatError, match="both of rank 0"):
+        read_ranks([path, again])
+    with pytest.raises(FormatError, match="is given twice"):
         read_ranks([path, path])
     with pytest.raises(FormatError, match="no such file"):
         read_events(tmp_path / "absent.json")

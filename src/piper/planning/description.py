@@ -248,7 +248,7 @@ def _recomputation(item: Any) -> Recomputation:
     """Return a `recompute` as descriptions say it; one inside of modules needs no selection of layers beside these."""
     inside = all(WITHIN in policy for policy in item.keep.split(BESIDE))
     every = inside and item.selection == where()
-    return Recomputation(item.keep, None if every else _first_layers(item), item.group)
+    return Recomputation(item.keep, None if every else _layers(item), item.group)
 
 
 def _offloads(strategy: Strategy, *tensors: str) -> list[Any]:
@@ -299,14 +299,25 @@ def _offload(items: Sequence[Any]) -> OffloadedTensors | None:
 
 def _first_layers(item: Any) -> int | None:
     """Return the number of layers that a directive selects from the first on, None for all layers."""
+    layers = _layers(item)
+    if isinstance(layers, tuple):
+        raise _without_words(item)
+    return layers
+
+
+def _layers(item: Any) -> int | tuple[int, ...] | None:
+    """Return the number of layers that a directive selects from the first on, or their numbers; None for all."""
     if item.selection == where(layer=ANY):
         return None
     for name, wanted in item.selection.terms:
         if name == "layer" and len(item.selection.terms) == 1 and isinstance(wanted, tuple | range):
             layers = tuple(wanted)
-            if layers == tuple(range(len(layers))):
-                return len(layers)
-    raise JobError(
+            return len(layers) if layers == tuple(range(len(layers))) else layers
+    raise _without_words(item)
+
+
+def _without_words(item: Any) -> JobError:
+    return JobError(
         f"{describe(item)}: other systems have words for all layers, or the first ones; give where(layer=ANY) or "
         f"where(layer=range(n))"
     )

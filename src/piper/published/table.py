@@ -196,7 +196,9 @@ def read_rows(path: Path, only: str = "*") -> list[PublishedRow]:
     try:
         columns, records = list(reader.fieldnames or ()), [(reader.line_num, f) for f in reader]
     except csv.Error as error:  # a cell of more than 128 KiB
-        raise JobError(f"{path}: near line {numbered[min(reader.line_num, len(numbered) - 1)][0]}: {error}") from None
+        raise JobError(
+            f"{path}: near line {numbered[min(reader.line_num, len(numbered) - 1)][0]}: {error}"
+        ) from None
     missing = [name for name in _NEEDED if name not in columns]
     if missing and len(columns) == 1 and (mark := next((m for m in ";\t|" if m in columns[0]), "")):
         raise JobError(

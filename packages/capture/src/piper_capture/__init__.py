@@ -28,7 +28,14 @@ from piper_capture.store.layout_facts import (
     layout_facts,
 )
 from piper_capture.store.sharding import with_shardings
-from piper_capture.store.stored import StoredCode, StoredTrace, extent, restored, stored
+from piper_capture.store.stored import (
+    StaleCapture,
+    StoredCode,
+    StoredTrace,
+    extent,
+    restored,
+    stored,
+)
 from piper_capture.store.tiles import with_tiles
 from piper_capture.store.traced import Traced
 from piper_capture.store.variants import with_policies
@@ -50,6 +57,7 @@ __all__ = [
     "POLICIES",
     "StepCode",
     "StoredCode",
+    "StaleCapture",
     "StoredTrace",
     "Traced",
     "WorkFacts",

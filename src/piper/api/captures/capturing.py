@@ -64,13 +64,17 @@ def program_at(
             return captured.bind(rows, runs)
         check_rows(captured.forward, rows)
     except CaptureError:
-        for key in [key for key, kept in _CAPTURES.items() if kept.forward is captured.forward]:
-            forget(_CAPTURES.pop(key), remove=True)
+        _remove(captured)
         raise
     return captured.program
 
 
-@room_for_frames
+def _remove(captured: Traced | Captured) -> None:
+    """Let go of a capture that must not be used again, and of its file."""
+    for key in [key for key, kept in _CAPTURES.items() if kept.forward is captured.forward]:
+        forget(_CAPTURES.pop(key), remove=True)
+
+
 def rewritten(
     traced: Traced | Captured, request: CaptureRequest, rows: int | None = None
 ) -> Captured:
@@ -79,6 +83,17 @@ def rewritten(
     Regions that the model itself puts under `torch.utils.checkpoint` have their variants, too. With `rows`, the sizes
     that follow from shardings and policies hold at that number of rows alone, which takes less time.
     """
+    from piper_capture import StaleCapture
+
+    try:
+        return _rewritten(traced, request, rows)
+    except StaleCapture:
+        _remove(traced)
+        raise
+
+
+@room_for_frames
+def _rewritten(traced: Traced | Captured, request: CaptureRequest, rows: int | None) -> Captured:
     from piper_capture import (
         with_empty_stages,
         with_layers,

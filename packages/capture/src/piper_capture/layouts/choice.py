@@ -417,9 +417,7 @@ def _size(indexes: Indexed, at: tuple[TensorKey, int]) -> int:
     return prod(i.size for i in indexes.tensors[at[0]][at[1]])
 
 
-def _shared_tokens(
-    joint: Joint, indexes: Indexed, asked: Sequence[Sharding]
-) -> tuple[Nested, ...]:
+def _shared_tokens(joint: Joint, indexes: Indexed, asked: Sequence[Sharding]) -> tuple[Nested, ...]:
     """Return the tokens that devices share.
 
     A tensor of the batch of shape [rows, numbers] may hold tokens, or a row's features. These stay whole where they do

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from piper_capture.module.model import Loss, named_tensors
-from piper_capture.torch_api._torch import in_place
+from piper_capture.torch_api._torch import choose_divergences, in_place
 from piper_capture.torch_api._torch_joint import is_fake
 from piper_capture.values.casts import Casts
 from piper_capture.values.concrete import tensors_of
@@ -81,7 +81,8 @@ def _in_loss(node: fx.Node) -> bool:
 
 @contextmanager
 def losses_traced() -> Iterator[None]:
-    """Let Dynamo trace losses that check tensor values without these checks."""
+    """Let Dynamo trace losses that check tensor values without these checks, and divergences of distributions."""
+    choose_divergences()
     with in_place(F, {"gaussian_nll_loss": _gaussian_nll_loss}):
         yield
 

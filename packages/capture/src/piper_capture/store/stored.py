@@ -237,6 +237,10 @@ class _ForwardAgain:
         return getattr(self._again().forward, name)
 
 
+class StaleCapture(CaptureError):
+    """Report that a kept capture has code that a new capture of the same model does not have."""
+
+
 def _not_here() -> Captured:
     raise CaptureError(
         "this was compiled in another process and holds the code of its own plan only; call piper.compile here for "
@@ -279,6 +283,11 @@ class StoredCode(CodeStore):
         store = self._again().code
         if own not in set(store):
             self._derive(own)
+        if own not in set(store):
+            raise StaleCapture(
+                "the model was captured in an earlier process, and its code has other names in this one, as of sets "
+                "whose order differs. The kept capture is removed: run the same again"
+            )
         if steps:
             store.fused(own, steps)
         return store

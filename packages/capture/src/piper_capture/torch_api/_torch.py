@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import threading
@@ -31,6 +32,7 @@ from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.distributions import kl
 from torch.fx.experimental.symbolic_shapes import (
     ConstraintViolationError,
     GuardOnDataDependentSymNode,
@@ -203,6 +205,16 @@ def in_place(owner: Any, functions: Mapping[str, Callable[..., Any]]) -> Iterato
     finally:
         for name, function in before.items():
             setattr(owner, name, function)
+
+
+@functools.cache
+def choose_divergences() -> None:
+    """Choose the function of each pair of distributions that torch's kl_divergence knows.
+
+    It chooses and remembers one in the first call of a pair, by the order of classes, which Dynamo cannot trace.
+    """
+    for pair in set(kl._KL_REGISTRY).difference(kl._KL_MEMOIZE):
+        kl._KL_MEMOIZE[pair] = kl._dispatch_kl(*pair)
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ equal there, so that sizes inside, such as the number of an expert's tokens, gro
 from __future__ import annotations
 
 import io
+import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]  # it has no types
 import torch
@@ -40,6 +41,8 @@ WAY_OUT = (
     "Keep that outside of the module, in one of its own, or write it with operations of static "
     "shapes (torch.where, masks)"
 )
+
+_RANDOM = re.compile("[0-9a-f]{32}")
 
 ASKED = "A gradient is asked for of a tensor that has none, as the batch: call x.requires_grad_() before x is used"
 
@@ -100,6 +103,15 @@ def pickled(name: str, module: nn.Module) -> bytes:
                 )
             return numbers[id(value)], isinstance(value, nn.Parameter)
 
+        def reducer_override(self, value: Any) -> Any:
+            reduced = super().reducer_override(value)
+            if not isinstance(value, type | TypeVar) or not isinstance(reduced, tuple):
+                return reduced
+            # cloudpickle names a class by a random number, and the names of code would be others in each process
+            make, arguments, *more = reduced
+            own = [None if _is_random(argument) else argument for argument in arguments]
+            return make, tuple(own), *more
+
     file = io.BytesIO()
     try:
         Pickler(file).dump(module)
@@ -110,6 +122,10 @@ def pickled(name: str, module: nn.Module) -> bytes:
             f"module {name!r} runs as it is, for which it must be pickled: {error}"
         ) from error
     return file.getvalue()
+
+
+def _is_random(argument: object) -> bool:
+    return isinstance(argument, str) and _RANDOM.fullmatch(argument) is not None
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -101,12 +101,18 @@ class Schedule:
         return "".join(",".join(map(cell_text, row)) + self.newline for row in self.rows)
 
 
+LONGEST_CELL = 40
+"""The characters of a cell that an error shows."""
+
+
 def located(name: str, fault: CellFault, texts: list[list[str]]) -> FormatError:
     """Return the error for a fault in a table, with a picture of the table and an arrow."""
-    where = (
-        f"{name}: row {fault.row + 1} (device {fault.row}), cell {fault.cell + 1}: {fault.message}"
-    )
-    return FormatError(f"{where}\n\n{picture(texts or [[]], fault.row, fault.cell)}")
+    shown = [[text[:LONGEST_CELL] for text in row] for row in texts] or [[]]
+    message = fault.message
+    for cell in texts[fault.row][fault.cell : fault.cell + 1] if texts else ():
+        message = message.replace(cell, cell[:LONGEST_CELL]) if cell else message
+    where = f"{name}: row {fault.row + 1} (device {fault.row}), cell {fault.cell + 1}: {message}"
+    return FormatError(f"{where}\n\n{picture(shown, fault.row, fault.cell)}")
 
 
 def schedule_of(source: Any) -> Schedule:

@@ -109,6 +109,18 @@ class Mixture:
     bound: float | None = None
     rounds: bool = False
 
+    @property
+    def each(self) -> int:
+        """Return the different experts that a token chooses; 1 if the plan does not say."""
+        return max(1, min(self.experts, self.choices // (self.tokens or self.choices)))
+
+    @property
+    def most(self) -> float:
+        """Return the largest load: of the `each` experts of a token the fullest rank has as many as it can."""
+        if self.ranks == 1:
+            return self.experts
+        return self.ranks * min(self.each, self.experts // self.ranks) / self.each
+
 
 def of_experts(chunk: Chunk) -> bool:
     """Return whether a chunk computes experts."""
@@ -189,11 +201,13 @@ def load_of(plan: Plan, load: GivenLoad | None) -> ExpertLoad | None:
         raise PlanError(
             f"load={load!r}: a number, piper.Zipf(s), or the {METRICS} of a run is needed"
         )
-    most = mixture.ranks if mixture.ranks > 1 else mixture.experts
-    if not 1 <= load <= most:
+    if not 1 <= load <= mixture.most:
+        own = mixture.experts // mixture.ranks
+        full = f"one of {mixture.most:g} has them all"
+        if mixture.ranks > 1 and own < mixture.each:
+            full = f"of {mixture.each} different experts of a token a rank has {own} at most"
         raise PlanError(
-            f"load={load:g}: from 1 (all ranks have equally many tokens) to {most} (one of {most} has them all) is "
-            f"accepted"
+            f"load={load:g}: from 1 (all ranks have equally many tokens) to {mixture.most:g} ({full}) is accepted"
         )
     if mixture.ranks == 1:
         return ExpertLoad(
@@ -239,15 +253,14 @@ def drawn(zipf: Zipf, mixture: Mixture) -> list[float]:
     if mixture.ranks == 1:
         return [1.0] * zipf.draws
     tokens = mixture.tokens or mixture.choices
-    each = max(1, min(mixture.experts, mixture.choices // tokens))
-    parts = _chosen([(k + 1) ** -zipf.s for k in range(mixture.experts)], each)
+    parts = _chosen([(k + 1) ** -zipf.s for k in range(mixture.experts)], mixture.each)
     chance, fullest = Random(zipf.seed), []
     for _ in range(zipf.draws):
         chance.shuffle(parts)
         loads = [
             max(0.0, tokens * p + chance.gauss(0, 1) * sqrt(tokens * p * (1 - p))) for p in parts
         ]
-        fullest.append(_fullest(loads, mixture.ranks))
+        fullest.append(min(_fullest(loads, mixture.ranks), mixture.most))
     return fullest
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate, pairwise
+from math import prod
 from typing import Any
 
 import torch
@@ -13,6 +17,7 @@ from piper_capture.layouts.loops import (
     Inner,
     Localize,
     Loops,
+    Nest,
     OpCall,
     Shape,
     unchanged,
@@ -45,7 +50,20 @@ def takes_shape(name: str) -> Localize:
 def _view(name: str, call: OpCall) -> Loops:
     if 0 in call.shape(0):
         return all_whole(call)
-    return Loops(((call.dims(0), call.dims(OUT)),), linear=ALL, localize=takes_shape(name))
+    return Loops(tuple(_alike(call)), linear=ALL, localize=takes_shape(name))
+
+
+def _alike(call: OpCall) -> Iterator[tuple[Nest, Nest]]:
+    """Yield the shortest runs of dimensions of a view and of its argument that have the same elements.
+
+    Of [2, 3, 8] and [6, 2, 4] the runs are [2, 3] and [6], and [8] and [2, 4]. A run that does not fit into cuts
+    elsewhere leaves the others alone.
+    """
+    ends = [list(accumulate(call.shape(t), operator.mul)) for t in (0, OUT)]
+    common = sorted({*ends[0]}.intersection(ends[1]) - {prod(call.shape(0))})
+    bounds = [[0, *(bisect_right(end, size) for size in common), len(end)] for end in ends]
+    for (a, b), (c, d) in zip(*map(pairwise, bounds), strict=True):
+        yield call.dims(0)[a:b], call.dims(OUT)[c:d]
 
 
 def _permuted(call: OpCall, order: Sequence[int]) -> Loops:

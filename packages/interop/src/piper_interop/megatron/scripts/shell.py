@@ -1,6 +1,6 @@
 """Follow a shell script to the line that starts the job, without running anything.
 
-Variables and arrays are put in where they are known. The result of a command or of arithmetic and an argument of the
+Variables, arrays and arithmetic of them are put in where they are known. The result of a command and an argument of the
 script are unknown, and so is a value that depends on a condition which cannot be told. Such words are marked, and the
 reader of the options refuses the ones that matter.
 """
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from piper_interop.megatron.scripts.arithmetic import computed
 from piper_interop.megatron.scripts.conditions import truth
 from piper_interop.megatron.scripts.lexer import Lexer, Word, WordPart
 from piper_ir.ground.errors import JobError
@@ -19,6 +20,7 @@ from piper_ir.ground.errors import JobError
 ShellValue = str | tuple[str, ...]
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _VARIABLE = re.compile(r"([A-Za-z_]\w*|\d+|[@*])(\[[@*]\])?(:?[-=+].*)?", re.DOTALL)
+_NAME = re.compile(r"[A-Za-z_]\w*")
 _UNKNOWN = re.compile(r"\x00(\d+)\x00")
 _LINE = re.compile(r"\x02(\d+)\x02")
 _CONDITIONAL = re.compile(r"\x01(\d+)\x01")
@@ -340,6 +342,9 @@ class ShellScript:
     def _value(self, part: WordPart, line: int) -> ShellValue:
         """Return the value of a variable; a mark if it is unknown."""
         shown = f"$({part.text})" if part.kind == "command" else f"${{{part.text}}}"
+        if part.kind == "command" and part.text.startswith("(") and part.text.endswith(")"):
+            number = computed(_NAME.sub(self._number, self._text(part.text[1:-1], line)))
+            return self._unknown(line, shown) if number is None else str(number)
         match = _VARIABLE.fullmatch(part.text) if part.kind == "variable" else None
         if match is None:
             return self._unknown(line, shown)
@@ -358,6 +363,11 @@ class ShellScript:
         if isinstance(value, tuple) and not whole:
             return value[0] if value else ""
         return value
+
+    def _number(self, name: re.Match[str]) -> str:
+        """Return the value of a variable that arithmetic names without a dollar."""
+        value = self.variables.get(name[0])
+        return value if isinstance(value, str) else name[0]
 
     def _text(self, text: str, line: int) -> str:
         words = Lexer(text, self.source, line).all()

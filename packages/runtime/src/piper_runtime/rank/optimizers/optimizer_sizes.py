@@ -115,5 +115,5 @@ def step_bytes(optimizer: Optimizer, named: NamedParameters) -> int:
     except Exception as e:  # an optimizer of the user's may fail in any way
         raise JobError(
             f"Job.optimizer: {type(optimizer).__name__} cannot take a second step on meta tensors, so what it "
-            f"holds in one has no known size: {e}"
+            f"holds in one has no known size: {e}. An optimizer works on a plan if {KEEPS_TO}"
         ) from e
