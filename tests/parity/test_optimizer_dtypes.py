@@ -26,7 +26,7 @@ from piper_ir.program.ops import Update
 from piper_runtime.rank.optimizers import fused
 from piper_simulator import cpu_local
 from tests.helpers.cases import each_case
-from tests.helpers.memory_judge import planned
+from tests.helpers.memory_judge import lies, planned
 
 Named = list[tuple[str, nn.Parameter]]
 WIDTH, ROWS, STEPS = 32, 4, 3
@@ -250,3 +250,15 @@ def test_loaded_state_of_other_optimizers_counts(kind: type[Optimizer]) -> None:
     assert not torch.allclose(wanted.parameters["layer.weight"], fresh.parameters["layer.weight"])
     for name, parameter in wanted.parameters.items():
         assert torch.allclose(run.state_dict()[name], parameter, rtol=1e-9), name
+
+
+def test_a_group_does_not_hold_what_another_one_has_left() -> None:
+    """Torch updates each group in a call of its own, after which the names of its loop are gone."""
+
+    def apart(named: Named) -> Optimizer:
+        weights = [[p for n, p in named if (n == "layer.weight") == own] for own in (True, False)]
+        return torch.optim.RMSprop([{"params": group} for group in weights], lr=0.05)
+
+    made = piper.compile(job(apart, "float64"), Strategy(Mesh()))
+    run = piper.execute(made, steps=STEPS, launcher="inline")
+    assert not lies(made.plan, run.memory)

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -147,25 +148,28 @@ class OptimizerSpec:
         of_whole = self.whole_steps.held(one_by_one) if self.whole_steps else self.whole_bytes
         return max((of_whole if one_by_one else 0, *map(_held_by, self._pieces(buckets).values())))
 
-    def _pieces(self, buckets: Sequence[Bucket]) -> dict[int, list[tuple[PieceSizes, int]]]:
-        """Return by optimizer the pieces that it updates, in order: their sizes and numbers of elements."""
-        pieces: dict[int, list[tuple[PieceSizes, int]]] = {}
+    def _pieces(self, buckets: Sequence[Bucket]) -> dict[int, list[tuple[int, PieceSizes, int]]]:
+        """Return by optimizer the pieces that it updates, in order: their groups, sizes and numbers of elements."""
+        pieces: dict[int, list[tuple[int, PieceSizes, int]]] = {}
         for bucket in sorted(buckets, key=lambda b: b.group):
             group = self.groups[bucket.group]
             if group.piece is not None:
                 numels = [
                     min(PIECE, bucket.numel - first) for first in range(0, bucket.numel, PIECE)
                 ]
-                pieces.setdefault(group.owner, []).extend((group.piece, n) for n in numels)
+                pieces.setdefault(group.owner, []).extend(
+                    (bucket.group, group.piece, n) for n in numels
+                )
         return pieces
 
 
-def _held_by(pieces: Sequence[tuple[PieceSizes, int]]) -> int:
+def _held_by(pieces: Sequence[tuple[int, PieceSizes, int]]) -> int:
     """Return the most bytes that successive steps on pieces hold; a step still has the last one's leftovers."""
     most = left = 0
-    for sizes, numel in pieces:
+    for (group, sizes, numel), (following, *_) in pairwise([*pieces, (-1, *pieces[-1][1:])]):
         most = max(most, left + sizes.held[0] * numel + sizes.held[1])
-        left = sizes.left[0] * numel + sizes.left[1]
+        each, beside = sizes.left if following == group else sizes.behind
+        left = each * numel + beside
     return most
 
 

@@ -159,12 +159,14 @@ class PieceSizes:
         kept: bytes of state for each element, and beside them.
         held: bytes of temporaries in a step for each element, and beside them.
         left: bytes of them that are still there while the next piece is stepped: names of a loop hold them.
+        behind: likewise, while the first piece of another group is stepped.
         scalars: dtype of each tensor of state that is one number for the whole piece.
     """
 
     kept: tuple[int, int]
     held: tuple[int, int]
     left: tuple[int, int]
+    behind: tuple[int, int]
     scalars: dict[str, torch.dtype]
 
 
@@ -173,8 +175,13 @@ def piece_sizes(make: Make, group: int, dtype: torch.dtype) -> PieceSizes:
     (state, held), (larger, more) = (
         _sizes(make, group, [n], dtype) for n in (ELEMENTS, 2 * ELEMENTS)
     )
-    after = [_sizes(make, group, [n, n], dtype)[1] for n in (ELEMENTS, 2 * ELEMENTS)]
-    left = _affine(after[0] - held, after[1] - more)
+    left, behind = (
+        _affine(
+            _sizes(make, group, 2 * [ELEMENTS], dtype, apart=apart)[1] - held,
+            _sizes(make, group, 2 * [2 * ELEMENTS], dtype, apart=apart)[1] - more,
+        )
+        for apart in (False, True)
+    )
     scalars: dict[str, torch.dtype] = {}
     for key, value in state.items():
         if isinstance(value, Tensor) and not value.ndim:
@@ -185,7 +192,8 @@ def piece_sizes(make: Make, group: int, dtype: torch.dtype) -> PieceSizes:
                 f"{key!r} of a parameter of {ELEMENTS} elements; one of the parameter's shape is needed, or a "
                 f"single number"
             )
-    return PieceSizes(_affine(_bytes(state), _bytes(larger)), _affine(held, more), left, scalars)
+    kept = _affine(_bytes(state), _bytes(larger))
+    return PieceSizes(kept, _affine(held, more), left, behind, scalars)
 
 
 def _affine(one: int, two: int) -> tuple[int, int]:
@@ -194,9 +202,12 @@ def _affine(one: int, two: int) -> tuple[int, int]:
 
 
 def _sizes(
-    make: Make, group: int, numels: Sequence[int], dtype: torch.dtype
+    make: Make, group: int, numels: Sequence[int], dtype: torch.dtype, *, apart: bool = False
 ) -> tuple[dict[str, Any], int]:
-    """Return the state of the first of some pieces after a step, and the bytes of temporaries in the next step."""
+    """Return the state of the first of some pieces after a step, and the bytes of temporaries in the next step.
+
+    The pieces are of one group, or each of one of its own (`apart`).
+    """
     optimizer = make()
     pieces = [
         torch.nn.Parameter(torch.empty(numel, dtype=dtype, device="meta")) for numel in numels
@@ -204,6 +215,9 @@ def _sizes(
     for piece in pieces:
         piece.grad = torch.empty_like(piece)
     _only(optimizer, group, pieces)
+    if apart:
+        alone = optimizer.param_groups[group]
+        optimizer.param_groups = [{**alone, "params": [piece]} for piece in pieces]
     with (
         NumbersOfMeta(),
         user_code(f"a step of {type(optimizer).__name__} on meta tensors", JobError),
