@@ -113,6 +113,12 @@ def rare(output: Tensor, t: Any) -> tuple[Tensor, Tensor]:
     return (each(output, t["all"]) * chosen).sum(), chosen.sum().clamp(min=1)
 
 
+def chosen_pair(output: Tensor, t: Any) -> tuple[Tensor, int]:
+    chosen = t["mask"]
+    classes = t["all"][chosen]
+    return F.cross_entropy(output[chosen], classes, reduction="sum"), len(classes)
+
+
 def balanced(output: Tensor, t: Any) -> Tensor:
     """Weigh classes by how often the whole batch has them."""
     counts = F.one_hot(t["all"], CLASSES).sum((0, 1)).clamp(min=1)
@@ -242,6 +248,7 @@ LOSSES: dict[str, tuple[str, Loss]] = {
         "sum",
         lambda o, t: (ce(o, t["y"]) * (t["y"] >= 0).sum(), (t["y"] >= 0).sum()),
     ),
+    "(x[mask].sum(), len(x[mask]))": ("sum", chosen_pair),
     "(mean, 1)": ("sum", lambda o, t: (F.mse_loss(o, t["f"]), 1)),
     "(sum, count.clamp(min=1))": ("total", rare),
     "(sum, 64)": ("total", lambda o, t: (masked(o, t), 64)),

@@ -140,6 +140,8 @@ class _Selections:
         elif not masks and any(n in self._counts for n in inputs):
             if call_name(node) in ("add", "sub", "mul", "div") and tensors_of(node):
                 return self._everywhere(node)
+            if node.target is torch.full and _value(node).dim() == 0:  # the weight of a pair
+                return self._call("to", self._counts[inputs[0]], _value(node).dtype)
         return None
 
     def _selection(self, node: fx.Node, whole: fx.Node, mask: fx.Node) -> _Selected:

@@ -30,7 +30,8 @@ from piper_ops import Builder, Examples
 WAYS_OUT = (
     "A step computes the loss of some of its rows at a time and adds them up, so the loss must be a sum over rows, "
     "a mean over rows, or such a sum divided by a number of the batch. Accepted is, too, a pair of scalars (sum, "
-    "weight): the loss of the whole batch is then the sum of the first divided by the sum of the second. "
+    "weight), both sums over rows: the loss of the whole batch is then the sum of the first divided by the sum of the "
+    "second. "
     'Job(loss_over="microbatch") trains the '
     "mean of the losses of microbatches instead, as gradient accumulation in plain PyTorch does; it then depends "
     "on their number"
