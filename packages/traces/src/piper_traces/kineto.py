@@ -16,6 +16,7 @@ from piper_ir.tools import unread
 from piper_traces.events import DeviceEvent, HostEvent, RankEvents, SentMessage, kind_of
 
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_READ = (*_DEVICE, "cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 _STEP = re.compile(r"^ProfilerStep#(\d+)$")
 _RANK = re.compile(r"rank[-_]?(\d+)", re.IGNORECASE)
 _ON_HOST = re.compile(r"^gloo:(\w+)$")
@@ -115,7 +116,8 @@ def _events(
     """Return the events of a document; raise KeyError, TypeError or ValueError for one that lacks a part."""
     complete = [e for e in events if e.get("ph") == "X" and e.get("dur") is not None]
     for e in complete:
-        _check_times(e)
+        if e.get("cat") in _READ:
+            _check_times(e)
     launches = {
         e["args"]["correlation"]: base + (e["ts"] + e["dur"]) / 1e6
         for e in complete
