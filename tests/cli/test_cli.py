@@ -123,7 +123,7 @@ def test_an_interrupted_run_keeps_its_weights(
     assert len(measured["step_s"]) >= 3 and measured["steps_asked"] == 1000000
 
 
-def test_weights_that_find_no_room_are_a_warning_and_leave_no_half(
+def test_weights_that_find_no_room_leave_no_half_and_exit_code_1(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(state: Any, path: Path) -> None:
@@ -132,7 +132,7 @@ def test_weights_that_find_no_room_are_a_warning_and_leave_no_half(
 
     monkeypatch.setattr(torch, "save", full)
     result = piper("run", recipe, "--launcher", "inline", "--steps", 1, "--out", tmp_path / "runs")
-    assert result.exit_code == 0 and "The weights of this run are lost" in result.stderr
+    assert result.exit_code == 1 and "The weights of this run are lost" in result.stderr
     folder = tmp_path / "runs" / "recipe-001"
     assert (folder / "measured.json").exists() and not list(folder.glob("weights*"))
 

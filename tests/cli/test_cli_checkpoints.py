@@ -102,7 +102,7 @@ def test_mistakes_are_one_message(recipe: Path, folder: Path, tmp_path: Path) ->
     fails(piper(*run, "--every", 5), "--every needs the folder")
     fails(
         piper(*run, "--checkpoint", tmp_path / "new", "--resume"),
-        "holds no complete checkpoint, none; leave --resume out",
+        "holds no complete checkpoint; leave --resume out",
     )
     fails(
         piper(*run, "--checkpoint", folder),

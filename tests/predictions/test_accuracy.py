@@ -15,7 +15,7 @@ import piper
 from piper.cli import app
 from piper.cli.actions.scoring import _doubtful
 from piper.published import plans
-from piper.published.convert import readings, row
+from piper.published.convert import notes_on_fields, readings, row
 from piper.published.plans import plan_of, stage_times
 from piper.published.run_cluster import cluster_of
 from piper.published.run_model import model_of
@@ -39,6 +39,17 @@ def test_open_fields_give_several_readings() -> None:
     assert all(r.vocab and r.kv_heads == 8 for r in found)
     with pytest.raises(JobError, match="micro_batch is open"):
         row(open_)
+
+
+def test_open_chunks_divide_the_layers_or_these_with_both_ends() -> None:
+    def open_row(layers: int, pp: int) -> PublishedRow:
+        alone = {"tp": "1", "dp": "1", "gpus": str(pp), "pp": str(pp), "layers": str(layers)}
+        return read_row({**TINY, **alone, "schedule": "interleaved", "vpp": ""})
+
+    assert [r.vpp for r in readings(open_row(48, 8))] == [2, 3, 6]
+    assert [r.vpp for r in readings(open_row(126, 16))] == [2, 4, 8]  # embedding and head are two
+    assert [r.vpp for r in readings(open_row(5, 4))] == [2]
+    assert any("vpp is open, and taken as 2" in n for n in notes_on_fields(open_row(5, 4)))
 
 
 MIXTURE = {

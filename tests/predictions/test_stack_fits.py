@@ -15,7 +15,7 @@ from piper.published.scoring import RunPrediction
 from piper.published.stack_file import check_target, write_stack
 from piper.published.table import PublishedRow, read_row, write_rows
 from piper.views.accuracy_tables import DECIDED, fit_table
-from piper_ir.ground.errors import ClusterError, JobError
+from piper_ir.ground.errors import ClusterError, JobError, PiperWarning
 from piper_simulator import SOFTWARE, STACKS, Stack, StackConstant, read_software
 from tests.predictions.test_accuracy import TINY
 
@@ -37,12 +37,22 @@ def test_a_fit_finds_constants_that_it_was_not_told() -> None:
     assert found.stack.number["memory"] == pytest.approx(0.48, rel=0.08)
     assert found.stack.constants["memory"].fitted and not found.stack.constants["memory"].at_bound
     assert all(share > DECIDED for share in found.by_runs.values())
-    wrong = [
-        replace(r, step_s=(r.step_s or 0) * 100) for r in made
-    ]  # nothing physical explains that
+    wrong = [replace(r, step_s=(r.step_s or 0) * 2.5) for r in made]  # nothing physical explains it
     bound = fit(wrong, START, ["matmul", "memory"], _made).stack
     assert any(c.at_bound for c in bound.constants.values())
     assert all(c.low <= c.value <= c.high for c in bound.constants.values())
+
+
+def test_runs_that_nothing_explains_are_said() -> None:
+    made, _ = _fit_of_rows_that_differ_in("hidden")
+    with pytest.raises(JobError, match="and 3 more: the fitted stack is more than 3 times away"):
+        fit([replace(r, step_s=(r.step_s or 0) * 1000) for r in made], START, ["matmul"], _made)
+    one = replace(made[0], step_s=(made[0].step_s or 0) * 1000)
+    with pytest.warns(PiperWarning, match=f"^{one.case}: the fitted stack is more than 3 times"):
+        fit([one, *made[1:]], START, ["matmul"], _made)
+    again = replace(made[0], case="again", step_s=(made[0].step_s or 0) * 1.5)
+    with pytest.warns(PiperWarning, match=f"{made[0].case}, again: equal in all columns"):
+        fit([*made, again], START, ["matmul"], _made)
 
 
 def test_a_fit_says_which_constants_its_runs_cannot_tell_apart() -> None:
@@ -120,7 +130,8 @@ clone = 3
 
 def test_a_fit_takes_measured_rows_of_its_device_and_says_which_it_left_out(tmp_path: Path) -> None:
     table, file = tmp_path / "runs.csv", tmp_path / "own.toml"
-    rows = [{**TINY, "case": f"r{k}", "layers": str(2 + k % 2)} for k in range(5)]
+    of_run = {**TINY, "step_s": "0.06"}
+    rows = [{**of_run, "case": f"r{k}", "layers": str(2 + k % 2)} for k in range(5)]
     rows += [{**TINY, "case": "far", "block": "outlier"}, {**TINY, "case": "wish", "step_s": ""}]
     rows += [{**TINY, "case": "wrong", "dtype": "fp8"}, {**TINY, "case": "odd", "heads": "7"}]
     write_rows(table, rows)

@@ -67,6 +67,14 @@ def test_the_headline_on_the_page(results: Results) -> None:
     assert rows["step in steady state"][2] == "-23.1 %"
 
 
+def test_allocated_memory_has_the_buffers_of_a_stack(results: Results) -> None:
+    """As the table of `piper simulate` has it: they may be more or less than the tensors of the plan."""
+    assert results.predicted is not None
+    more = replace(results.predicted, allocated_bytes=results.predicted.peak_bytes + 2**20)
+    found = headline(replace(results, predicted=more)).frame.set_index("figure")
+    assert found.loc["peak memory, allocated", "predicted"] == more.allocated_bytes
+
+
 def test_the_headline_names_a_busy_machine(results: Results) -> None:
     assert results.measured_trace is not None
     busy = replace(results.measured_trace, notes={BUSY_MACHINE: "ranks waited"})

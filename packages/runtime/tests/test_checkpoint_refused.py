@@ -265,7 +265,7 @@ def test_arguments_that_cannot_be(options: dict[str, Any], says: str) -> None:
 def test_folders_that_cannot_be(tmp_path: Path) -> None:
     plan, job = chain(pp=1, microbatches=1)
     with pytest.raises(
-        JobError, match="holds no complete checkpoint, none; leave resume out to start from step 0"
+        JobError, match="holds no complete checkpoint; leave resume out to start from step 0"
     ):
         run(plan, job, checkpoint=Checkpoints(tmp_path), resume="latest")
     run(plan, job, steps=4, checkpoint=Checkpoints(tmp_path, every=2))

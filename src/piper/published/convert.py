@@ -178,7 +178,7 @@ def readings(published: PublishedRow) -> Iterator[PublishedRow]:
     vocab = published.vocab or VOCAB
     vpps: tuple[int, ...] = (published.vpp or 1,)
     if published.vpp is None and published.schedule == "interleaved":
-        vpps = tuple(v for v in CHUNKS if published.layers % (published.pp * v) == 0)[:3] or (2,)
+        vpps = _plausible_chunks(published) or (2,)
     sizes: tuple[int, ...] = (published.micro_batch or 1,)
     if published.micro_batch is None:
         per_replica = published.global_batch // published.dp
@@ -197,6 +197,19 @@ def readings(published: PublishedRow) -> Iterator[PublishedRow]:
             )
 
 
+def _plausible_chunks(published: PublishedRow) -> tuple[int, ...]:
+    """Return the first numbers of chunks that the layers, or these with embedding and head, divide evenly into."""
+    fits = [v for v in CHUNKS if published.layers % (published.pp * v) == 0]
+    fits += [v for v in CHUNKS if v not in fits and _divides_all(published, v)]
+    return tuple(fits[:3])
+
+
+def _divides_all(published: PublishedRow, chunks: int) -> bool:
+    """Return whether stages get as many units only if embedding and head count as two: Llama-3's 126 + 2."""
+    stages = published.pp * chunks
+    return published.layers % stages != 0 and (published.layers + 2) % stages == 0
+
+
 def notes_on_fields(published: PublishedRow) -> tuple[str, ...]:
     """Return notes on open fields that get one value, since no range is plausible, and on fields taken otherwise."""
     said = []
@@ -209,6 +222,9 @@ def notes_on_fields(published: PublishedRow) -> tuple[str, ...]:
         said.append("ffn is open, and taken as 4 x hidden")
     if published.kv_heads is None and published.arch == "llama":
         said.append("kv_heads is open: as many as heads")
+    if published.vpp is None and published.schedule == "interleaved":
+        if not _plausible_chunks(published):
+            said.append("vpp is open, and taken as 2, though the layers do not divide into chunks")
     if (published.vpp or 1) > 1 and published.schedule != "interleaved":
         said.append("vpp belongs to interleaved schedules, and is not used")
     if published.zero == 2 and is_megatron(published):
@@ -356,7 +372,7 @@ def _schedule(published: PublishedRow, microbatches: int, times: Any) -> tuple[D
     stages = pp * vpp
     if _is_looped(published):
         found = recipes.interleaved(pp=pp, microbatches=microbatches, chunks=vpp)
-        if stages <= published.layers:
+        if stages <= published.layers and not _divides_all(published, vpp):
             return found
         whole = partition(stages=stages, units="all")
         return tuple(whole if isinstance(d, Partition) else d for d in found)

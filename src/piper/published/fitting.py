@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,7 +21,7 @@ import numpy as np
 
 from piper.published.scoring import RunPrediction
 from piper.published.table import PublishedRow
-from piper_ir.ground.errors import JobError
+from piper_ir.ground.errors import JobError, PiperWarning
 from piper_simulator import Stack, StackConstant
 
 LEAST_ROWS, LEAST_MODELS = 5, 2
@@ -30,6 +31,12 @@ NOISE, RIDGE, ROUNDS, STEP = 0.05, 0.15, 3, 0.05
 They are the residual below which runs weigh the same, the usual distance of a constant from its prior, the repetitions,
 and the change by which derivatives are taken.
 """
+FAR = 3.0
+"""The factor between measured and predicted seconds from which a row is doubted."""
+APART = 1.1
+"""The factor between the steps of equal runs from which these are said."""
+OF_ONE_RUN = frozenset({"case", "source", "note", "step_s", "peak_gib"})
+"""The columns in which runs of one configuration differ."""
 LINEAR = frozenset({"hidden"})
 """The constants that may be 0, whose change is not a factor."""
 Predictor = Callable[[Sequence[PublishedRow], Stack], Sequence[RunPrediction]]
@@ -73,7 +80,8 @@ def fit(rows: Sequence[PublishedRow], stack: Stack, free: Sequence[str], predict
         predict: Predicts runs under a stack with other constants.
 
     Raises:
-        JobError: too few runs or models, a constant that the stack lacks, or a run that cannot be predicted.
+        JobError: too few runs or models, a constant that the stack lacks, a run that cannot be predicted, or
+            more than half that no values of the constants come near.
     """
     rows = [r for r in rows if r.step_s is not None]
     models = {(r.hidden, r.ffn, r.layers, r.arch, r.experts) for r in rows}
@@ -103,6 +111,7 @@ def fit(rows: Sequence[PublishedRow], stack: Stack, free: Sequence[str], predict
     for _ in range(ROUNDS):
         fitted = _step(fitted, free, residuals, derivatives)
         residuals = _residuals(rows, fitted, predict)
+    _check_near(rows, residuals)
     errors = [np.abs(np.expm1(r)) for r in (start, residuals)]
     before, after = (float(np.mean(e)) for e in errors)
     seen = max(0.01, math.ceil(100 * float(np.quantile(errors[1], 0.8))) / 100)
@@ -110,6 +119,32 @@ def fit(rows: Sequence[PublishedRow], stack: Stack, free: Sequence[str], predict
     found = Fit(replace(fitted, seen=seen), tuple(rows), before, after, by_runs)
     named = {n: replace(fitted.constants[n], fitted=True, source=found.source) for n in free}
     return replace(found, stack=replace(found.stack, constants={**fitted.constants, **named}))
+
+
+def _check_near(rows: Sequence[PublishedRow], residuals: np.ndarray) -> None:
+    """Warn of runs that no constants come near, and of equal runs with other steps; raise JobError for many of them."""
+    far = [r.case for r, one in zip(rows, residuals, strict=True) if abs(one) > math.log(FAR)]
+    said = (
+        f"{', '.join(far[:3])}{f' and {len(far) - 3} more' if len(far) > 3 else ''}: the fitted stack is more than "
+        f"{FAR:g} times away from the measured step; check that step_s is in seconds, and leave other runs out"
+    )
+    if len(far) > len(rows) / 2:
+        raise JobError(said)
+    if far:
+        warnings.warn(said, PiperWarning, stacklevel=3)
+    alike: dict[tuple[tuple[str, str], ...], list[PublishedRow]] = {}
+    for row in rows:
+        key = tuple(sorted((k, v) for k, v in row.fields.items() if k not in OF_ONE_RUN))
+        alike.setdefault(key, []).append(row)
+    for same in alike.values():
+        steps = [row.step_s or 1.0 for row in same]
+        if max(steps) > APART * min(steps):
+            names = ", ".join(row.case for row in same[:3])
+            warnings.warn(
+                f"{names}: equal in all columns, with steps of {min(steps):.4g} to {max(steps):.4g} s; no stack fits both",
+                PiperWarning,
+                stacklevel=3,
+            )
 
 
 def _step(

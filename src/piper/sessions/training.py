@@ -85,12 +85,17 @@ DEFAULTS = Settings()
 
 @dataclass(frozen=True)
 class Session:
-    """Hold a run with the prediction that was made before it, and the folder that holds both."""
+    """Hold a run with the prediction that was made before it, and the folder that holds both.
+
+    Attributes:
+        lost: whether the trained weights could not be written into the folder.
+    """
 
     compiled: Compiled
     prediction: Simulation
     run: Run
     folder: Path | None
+    lost: bool = False
 
 
 def first_step(options: RunOptions) -> int:
@@ -149,13 +154,13 @@ def session(
             prediction, run, title=f"predicted for {cluster.name} beside measured", counted=counted
         )
     )
+    lost = folder is not None and not _keep_weights(folder, run)
     if folder is not None:
-        _keep_weights(folder, run)
         print(f"results are in {folder}")
         report = report_at_end(folder)
         if report is not None and report.experts is not None:
             show(report.experts)
-    return Session(compiled, prediction, run, folder)
+    return Session(compiled, prediction, run, folder, lost)
 
 
 def _predicted(
@@ -228,12 +233,14 @@ def _executed(compiled: Compiled, job: Job, options: RunOptions, records: Record
         raise
 
 
-def _keep_weights(folder: Path, run: Run) -> None:
-    """Write the trained weights, or warn: a report of the run is still to be written."""
+def _keep_weights(folder: Path, run: Run) -> bool:
+    """Write the trained weights, and return whether they are there, or warn: a report is still to be written."""
     try:
         print(f"weights are in {save_weights(folder, run.state_dict())}")
     except OutputError as e:
         warnings.warn(f"{e}. The weights of this run are lost", PiperWarning, stacklevel=2)
+        return False
+    return True
 
 
 def _print_step(record: StepRecord) -> None:

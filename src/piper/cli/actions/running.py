@@ -8,6 +8,8 @@ from dataclasses import replace
 from io import StringIO
 from typing import Literal, cast
 
+import typer
+
 from piper.api.running.metrics import check_logs
 from piper.cli.loading import JobFile
 from piper.cli.pipes import show_json
@@ -108,3 +110,5 @@ def _train(arguments: RunArguments, job_file: JobFile, logs: Sequence[str], firs
         done = session(job_file.job, job_file.strategy, options, settings)
     if a.as_json and first:
         show_json(as_numbers(done))
+    if done.lost:  # its losses and report are there, and a script must not take it for done
+        raise typer.Exit(1)

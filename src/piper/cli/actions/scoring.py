@@ -13,7 +13,7 @@ from piper.cli.accuracy_options import AccuracyArguments
 from piper.cli.interrupts import INTERRUPTED
 from piper.cli.pipes import show_json
 from piper.published.convert import readings
-from piper.published.fitting import fit
+from piper.published.fitting import FAR, fit
 from piper.published.plans import plan_of
 from piper.published.run_cluster import ON, cluster_of, stack_named
 from piper.published.scoring import HEADLINE, RunPrediction, Scores, by_model, predict, scores
@@ -142,10 +142,6 @@ def _elsewhere(devices: Sequence[Device]) -> list[str]:
     ]
 
 
-FAR = 3.0
-"""The factor between measured and predicted seconds from which a row is doubted."""
-
-
 def _doubtful(known: Sequence[tuple[RunPrediction, Device]]) -> list[str]:
     """Return warnings for rows that may have a wrong value in a column.
 
@@ -162,18 +158,23 @@ def _doubtful(known: Sequence[tuple[RunPrediction, Device]]) -> list[str]:
     ]
     measured = [p for p, _ in known if p.row.step_s is not None]
     far = [p.row.case for p in measured if abs(log(p.step_s / (p.row.step_s or 1))) > log(FAR)]
+    larger = [
+        p.row.case for p, d in known if (p.row.peak_gib or 0) * p.row.peak_unit > d.memory_bytes
+    ]
     for cases, said in (
         (
             full,
-            "more memory than the device has; check the columns zero, recompute and micro_batch",
+            "predicted is more memory than the device has; check the columns zero, recompute and micro_batch",
         ),
         (
             far,
-            f"a step that is more than {FAR:g} times away from the measured one; check that step_s is in seconds",
+            f"predicted is a step that is more than {FAR:g} times away from the measured one; check that step_s is in "
+            "seconds",
         ),
+        (larger, "measured is more memory than the device has; check that peak_gib is in GiB"),
     ):
         if cases:
-            texts.append(f"warning: {_some(cases)}: predicted is {said}")
+            texts.append(f"warning: {_some(cases)}: {said}")
     return texts
 
 

@@ -118,6 +118,7 @@ class Predicted:
     span_bubble_s: float
     peak_bytes: int
     device_bytes: int
+    allocated_bytes: int = 0
     inside_comm_s: float = 0.0
     host_bytes: int = 0
     load: PredictedLoad | None = None

@@ -112,7 +112,7 @@ def headline(results: Results) -> Sheet:
         (INSIDE, "s", time_text, predicted("inside_comm_s") or None, None),
         ("bubble, global", "s", time_text, predicted("global_bubble_s"), _worst(gaps, "global_bubble")),
         ("bubble, span", "s", time_text, predicted("span_bubble_s"), _worst(gaps, "span_bubble")),
-        ("peak memory, allocated", "B", size_text, predicted("peak_bytes"), most),
+        ("peak memory, allocated", "B", size_text, predicted("allocated_bytes") or predicted("peak_bytes"), most),
         ("peak memory, device", "B", size_text, predicted("device_bytes"), None),
         (ON_HOST, "B", size_text, predicted("host_bytes") or None, None),
     ]  # fmt: skip

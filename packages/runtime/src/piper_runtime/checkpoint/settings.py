@@ -104,13 +104,11 @@ def newest_checkpoint(folder: Path) -> Path:
         if folder.is_dir()
         else []
     )
-    what = (
-        f"only incomplete ones ({', '.join(names[:3])}), which a killed run has left"
-        if names
-        else "none"
+    what = f", only incomplete ones ({', '.join(names[:3])}), which a killed run has left" * bool(
+        names
     )
     raise JobError(
-        f"{folder} holds no complete checkpoint, {what}; leave resume out to start from step 0"
+        f"{folder} holds no complete checkpoint{what}; leave resume out to start from step 0"
     )
 
 
