@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import piper
 from piper import cli, models
 from piper.cli.actions import planning
-from piper.planning import answers
+from piper.planning import answer_text, answers
 from piper.planning.answer_text import table
 from piper.planning.answers import (
     Answer,
@@ -35,6 +35,7 @@ from piper.planning.written import PLANNED
 from piper_autotune import Study
 from piper_ir.ground.errors import JobError
 from piper_ir.study.study import Row
+from piper_ir.tools import size_text
 from piper_simulator import Device, load_cluster, simulate, step_interval
 from tests.helpers.cases import each_case
 from tests.planning.test_config_files import GPT2, LLAMA, written
@@ -276,6 +277,23 @@ def test_a_training_that_never_goes_on_has_no_days() -> None:
     never = TrainingBudget(10**9, 1.0, Failures(1.0))
     (one, *_) = answer(small, mixed, never, trials=1, workers=0).strategies
     assert one.goodput == 0.0 and one.days is one.dollars is None
+
+
+def test_what_waits_on_hosts_is_in_the_words_of_a_strategy() -> None:
+    small = models.job(
+        models.LlamaConfig(layers=1, width=32, heads=2, kv_heads=2, hidden=32, vocab=64, length=64),
+        global_batch=8,
+    )
+    waiting = (
+        piper.split(piper.where(), microbatches=1),
+        *piper.recipes.data_parallel(zero=1),
+        piper.offload(piper.where(), tensors="optim"),
+    )
+    own = piper.Strategy(piper.Mesh(dp=8), waiting)
+    found = answer(small, load_cluster("h100x8"), TrainingBudget(), own, trials=1, workers=0)
+    assert found.own is not None and found.own.host_bytes > 0
+    assert f"on a node's host: {size_text(found.own.host_bytes)}" in answer_text._words(found.own)
+    assert not any("host" in answer_text._words(o) for o in found.strategies if not o.host_bytes)
 
 
 def priced(*prices: float) -> tuple[tuple[int, Device], ...]:

@@ -80,9 +80,10 @@ def _cells(number: int, one: PlannedStrategy, asked: Sequence[str]) -> tuple[str
 
 
 def _words(one: PlannedStrategy) -> str:
-    """Return a strategy in words, and the largest part of its memory."""
+    """Return a strategy in words, the largest part of its memory, and the memory on the fullest host."""
     fits = "" if one.fits else "does not fit; "
-    return f"{one.mesh}: {one.schedule}; {fits}most memory: {one.largest}"
+    host = f"; on a node's host: {size_text(one.host_bytes)}" * bool(one.host_bytes)
+    return f"{one.mesh}: {one.schedule}; {fits}most memory: {one.largest}{host}"
 
 
 def _text(number: float | None, form: str) -> str:

@@ -72,6 +72,7 @@ class PlannedStrategy:
         dollars: likewise, if the devices have a price.
         own: whether it is the strategy of the user's file.
         checkpoint_every_s: the seconds between checkpoints that leave that share; None likewise.
+        host_bytes: that the devices of the fullest node have in its memory; 0 if nothing waits there.
     """
 
     strategy: Strategy
@@ -93,6 +94,7 @@ class PlannedStrategy:
     dollars: float | None
     own: bool = False
     checkpoint_every_s: float | None = None
+    host_bytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields, with the strategy's parameters in its place."""
@@ -301,6 +303,7 @@ class _Predictor:
             dollars,
             own,
             None if kept is None else kept.every_s,
+            simulation.summary()["host_bytes"],
         )
 
     def _kept(self, simulation: Simulation, rank: int) -> Goodput | None:
