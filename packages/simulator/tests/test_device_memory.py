@@ -16,7 +16,9 @@ from piper_simulator import load_cluster, simulate
 from piper_simulator.cluster.named import DEVICES
 from piper_simulator.memory.device_memory import DeviceMemory, device_memory, device_type
 from piper_simulator.memory.footprint import BESIDE, LINES
+from piper_simulator.memory.oom import OomVerdict
 from piper_simulator.memory.software import software_buffers
+from tests.helpers.cases import each_case
 
 H100 = load_cluster("h100x8")
 GIB = 1 << 30
@@ -177,3 +179,15 @@ def test_of_several_roles_the_first_in_time_is_the_headline() -> None:
     s = simulate(heavy(1000), cluster)
     assert len(s.ooms) == 2 and s.oom is not None and s.oom.time_s == min(v.time_s for v in s.ooms)
     assert simulate(heavy(1000)).fits, "without a cluster there is no limit"
+
+
+@each_case(
+    ("beside", "said"),
+    [
+        (2**30, "1 GiB are no tensors"),
+        (-(2**30), "less 1 GiB that the software stack does not hold"),
+    ],
+)
+def test_a_verdict_says_the_bytes_beside_tensors(beside: int, said: str) -> None:
+    full = OomVerdict((0,), "r", 3 * 2**30, 2**30, "F", "F", 0, 1.0, beside, list)
+    assert said in full.text

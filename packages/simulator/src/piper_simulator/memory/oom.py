@@ -28,7 +28,8 @@ class OomVerdict:
         at: the first instruction that needs more than there is; the program fails here.
         instr: its index; -1 when the initial bytes do not fit.
         time_s: seconds after the step begins; 0 when the initial bytes do not fit.
-        beside: bytes there that are no tensors (`DeviceMemory`).
+        beside: bytes there that are no tensors (`DeviceMemory`); below 0 where a software stack holds less than the
+            plan's tensors.
     """
 
     ranks: tuple[int, ...]
@@ -55,8 +56,10 @@ class OomVerdict:
     def text(self) -> str:
         """Return the verdict in one line."""
         filled = [o.text for o in self.owners[:SHOWN]]
-        if self.beside:
+        if self.beside > 0:
             filled.append(f"{size_text(self.beside)} are no tensors")
+        elif self.beside < 0:
+            filled.append(f"less {size_text(-self.beside)} that the software stack does not hold")
         reason = too_much(self.ranks[0], self.role, self.needs, self.limit, self.fullest, filled)
         when = (
             "before the step begins"
