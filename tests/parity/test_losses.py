@@ -111,7 +111,7 @@ def test_a_mask_of_random_numbers_is_that_of_one_device() -> None:
 
 
 def test_counts_of_random_numbers_beside_other_terms_are_refused() -> None:
-    """Counted before a step, they would be those of other numbers than the step draws."""
+    """Counts are taken before a step begins, and it draws its random numbers later, so that these are others."""
     with pytest.raises(
         CaptureError, match=r"test_losses.py:\d+.*count of random numbers.*Job.batch"
     ):

@@ -68,7 +68,7 @@ def test_the_headline_on_the_page(results: Results) -> None:
 
 
 def test_allocated_memory_has_the_buffers_of_a_stack(results: Results) -> None:
-    """As the table of `piper simulate` has it: they may be more or less than the tensors of the plan."""
+    """The page shows the same number as `piper simulate`, which may be more or less than the plan's tensors."""
     assert results.predicted is not None
     more = replace(results.predicted, allocated_bytes=results.predicted.peak_bytes + 2**20)
     found = headline(replace(results, predicted=more)).frame.set_index("figure")

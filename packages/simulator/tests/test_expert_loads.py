@@ -103,7 +103,7 @@ def test_a_runs_log_has_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_token_has_a_rank_of_one_expert_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two experts for each token, one rank of eight can have half of the rows: four times the mean."""
+    """A token chooses two different experts, so one rank of eight can have half of the rows: four times the mean."""
     mixture = Mixture(experts=8, ranks=8, choices=32, tokens=16, padded=False)
     monkeypatch.setattr("piper_simulator.durations.expert_loads.mixture_of", lambda plan: mixture)
     plan: Any = None

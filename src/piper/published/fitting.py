@@ -36,7 +36,7 @@ FAR = 3.0
 APART = 1.1
 """The factor between the steps of equal runs from which these are said."""
 OF_ONE_RUN = frozenset({"case", "source", "note", "step_s", "peak_gib"})
-"""The columns in which runs of one configuration differ."""
+"""The columns that name a run or measure it; all others describe its configuration."""
 LINEAR = frozenset({"hidden"})
 """The constants that may be 0, whose change is not a factor."""
 Predictor = Callable[[Sequence[PublishedRow], Stack], Sequence[RunPrediction]]
@@ -122,7 +122,10 @@ def fit(rows: Sequence[PublishedRow], stack: Stack, free: Sequence[str], predict
 
 
 def _check_near(rows: Sequence[PublishedRow], residuals: np.ndarray) -> None:
-    """Warn of runs that no constants come near, and of equal runs with other steps; raise JobError for many of them."""
+    """Warn of runs that no constants come near, and of equal configurations whose steps differ.
+
+    Raises JobError if no constants come near more than half of the runs.
+    """
     far = [r.case for r, one in zip(rows, residuals, strict=True) if abs(one) > math.log(FAR)]
     said = (
         f"{', '.join(far[:3])}{f' and {len(far) - 3} more' if len(far) > 3 else ''}: the fitted stack is more than "

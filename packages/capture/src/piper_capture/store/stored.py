@@ -285,8 +285,9 @@ class StoredCode(CodeStore):
             self._derive(own)
         if own not in set(store):
             raise StaleCapture(
-                "the model was captured in an earlier process, and its code has other names in this one, as of sets "
-                "whose order differs. The kept capture is removed: run the same again"
+                "the model was captured in an earlier process, and its code has other names in this one; a set whose "
+                "order changes from process to process may be the reason. Please run the same again; if this comes "
+                'back, set PIPER_CACHE="", so that no capture is kept'
             )
         if steps:
             store.fused(own, steps)

@@ -106,8 +106,10 @@ def _model_beside(pair: Forward, divided: Forward) -> frozenset[str] | None:
     alike |= total.plain == "mean" and weight.constant
     if not alike:
         known = total.terms is not None and weight.terms is not None
+        if known or dependences.bent is not None:
+            return None
         trial = LossTrial(divided, dependences.tail, Original.of(divided))
-        if known or dependences.bent is not None or trial.adds_up(_summed(pair)) is False:
+        if trial.adds_up(_summed(pair)) is False:
             return None
     return dependences.of_model
 
