@@ -303,6 +303,13 @@ def test_a_latent_that_blocks_do_not_divide_stays_in_bfloat16() -> None:
         assert any("down-projection" in line.text for line in job.judgement.nearest) == bool(kept)
 
 
+def test_fewer_groups_of_keys_than_tp_are_said() -> None:
+    grouped = f"{DENSE} --group-query-attention --num-query-groups 2 --tensor-model-parallel-size"
+    for tp, said in ((2, False), (4, True)):
+        notes = imported(f"{grouped} {tp}").described.notes
+        assert any("keys and values by messages of their own" in note for note in notes) == said
+
+
 def current() -> JobDescription:
     return described("--fp8-format hybrid --fp8-recipe tensorwise")
 

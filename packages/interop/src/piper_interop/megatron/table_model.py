@@ -100,7 +100,14 @@ MODEL: OptionTable = {
     "ffn-hidden-size": Mapped("hidden; without it 4 x width, with SwiGLU two thirds of that"),
     "num-attention-heads": Mapped("heads"),
     "group-query-attention": Mapped("kv_heads, with --num-query-groups"),
-    "num-query-groups": Mapped("kv_heads, with --group-query-attention"),
+    "num-query-groups": (
+        Nearest(
+            "keys and values by messages of their own, where Megatron gathers them with the queries",
+            f"{SLOW}, most where steps wait for the host",
+            when=lambda f: bool(f["group-query-attention"]) and f["num-query-groups"] < degrees(f).tp,
+        ),
+        Mapped("kv_heads, with --group-query-attention"),
+    ),
     "kv-channels": Mapped("head_dim"),
     "seq-length": Mapped("length"),
     "encoder-seq-length": Mapped("length, as --seq-length"),
