@@ -182,6 +182,7 @@ TOGETHER: dict[str, tuple[str, ...]] = {
         "tests/parity/test_dropless.py",
         "tests/parity/test_dropless_experts.py",
         "tests/predictions/test_expert_work.py",
+        "tests/predictions/test_expert_loads.py",
         "tests/predictions/test_tuned_load.py",
     ),
     "losses": (

@@ -18,6 +18,8 @@ LOADS: dict[str, tuple[int, ...]] = {
     "all to one": (32, 0, 0, 0),
 }
 """Of the 32 choices that a row makes, how many each of 4 devices gets."""
+CHOICES = 2 * TOKENS * TOP
+"""The choices of the tokens of a device, which has two rows."""
 
 
 def preferred(load: tuple[int, ...]) -> Tensor:

@@ -11,7 +11,7 @@ import piper
 from piper import Mesh, Strategy, models, recipes
 from piper_ir.ground.errors import PlanError, TuneError
 from piper_simulator import DeviceModel, Zipf
-from tests.predictions.test_expert_work import LARGE, NODES
+from tests.helpers.large_experts import LARGE, NODES
 
 
 def space(trial: Any) -> Strategy:
