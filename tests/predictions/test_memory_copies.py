@@ -80,6 +80,18 @@ class Windows(nn.Module):
         return x + self.mix(windows.transpose(1, 2)).view(x.shape)
 
 
+class Bags(nn.Module):
+    """Its table makes one place more than a bag has tokens, which a view of the result leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(16, 8, mode="sum")
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.down(F.relu(self.up(self.table(tokens))))
+
+
 def measured(
     how: str, width: int, sizes: dict[str, int], directives: tuple[Any, ...]
 ) -> tuple[list[str], list[int]]:
@@ -116,6 +128,20 @@ def test_what_devices_gather_for_an_op_that_is_computed_whole() -> None:
     """Queries come out of gathers with all tokens of a head together."""
     found, short = measured("unequal", 8, *SHARED)
     assert not found and set(short) == {0}, (found[:6], short)
+
+
+def test_places_of_bags_that_devices_share() -> None:
+    def batch(step: int, rows: range) -> Any:
+        tokens = torch.arange(6 * len(rows)).view(-1, 6) % 16
+        return tokens, torch.ones(len(rows), 8)
+
+    sgd, precision = compositions.OPTIMIZERS["sgd"], piper.Precision(params="float64")
+    job = piper.Job(Bags, batch, F.mse_loss, sgd, global_batch=4, precision=precision)
+    strategy = piper.Strategy(piper.Mesh(tp=2), piper.recipes.tensor_parallel())
+    compiled = piper.compile(job, strategy)
+    assert compiled.plan.shared
+    run = piper.execute(compiled, steps=1, launcher="inline")
+    assert not lies(compiled.plan, dict(run.memory))
 
 
 def test_a_plan_without_the_memory_of_all_windows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,6 +169,7 @@ class _Builder:
         self._emit.graph.eliminate_dead_code(
             is_impure_node=lambda n: n.op in ("placeholder", "output")
         )
+        aliasing.show_whole_storages(self._emit.graph)
         return self._local_joint(results)
 
     def _local_joint(self, results: Mapping[fx.Node, fx.Node]) -> Joint:

@@ -90,7 +90,7 @@ def show_whole_storages(graph: fx.Graph) -> None:
             node.meta["val"] = (found, bags.new_empty(room)[: bags.numel()], *others)
         elif node.target is operator.getitem and node.args[0] in shown:
             node.meta["val"] = node.args[0].meta["val"][node.args[1]]
-        elif source(node) in shown:
+        elif shown and source(node) in shown:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
             node.meta["val"] = node.target(*args, **kwargs)
         else:
