@@ -220,6 +220,46 @@ def test_features_of_a_row_that_do_not_divide_are_no_tokens(mesh: Mesh, directiv
     assert verify_strategy(job, Strategy(mesh, [directive]), steps=2).equal
 
 
+class Patches(nn.Module):
+    """Its tokens are patches of a picture."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(channels, 6, 2, 2)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        hidden = self.patches(pictures).flatten(2).transpose(1, 2)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden).tanh()
+        return hidden.mean(1)
+
+
+@pytest.mark.parametrize("channels", [3, pytest.param(4, marks=pytest.mark.long)])
+@each_case(
+    ("mesh", "directive"),
+    [
+        (Mesh(tp=2), piper.shard(where(), stream="tokens")),
+        (Mesh(cp=2), piper.shard(where(), over="cp", index="tokens")),
+    ],
+)
+def test_channels_of_a_picture_are_no_tokens(channels: int, mesh: Mesh, directive: Any) -> None:
+    def batch(step: int, rows: range) -> Any:
+        pictures = torch.randn(4, channels, 4, 8, generator=torch.Generator().manual_seed(step))
+        return pictures[rows.start : rows.stop], torch.ones(len(rows), 6)
+
+    def sgd(named: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for _, p in named], lr=0.1)
+
+    loss = nn.functional.mse_loss
+    job = piper.Job(partial(Patches, channels), batch, loss, sgd, global_batch=4)
+    found = verify_strategy(job, Strategy(mesh, [directive]), steps=2)
+    assert found.equal
+    made = piper.compile(job, Strategy(mesh, [directive]))
+    shapes = {v.spec.shape for v in made.plan.values.values() if v.id.startswith("inputs@")}
+    assert shapes == {(4, channels, 4, 8)}
+
+
 @pytest.mark.long
 def test_an_opaque_region_is_computed_whole() -> None:
     """With shared tokens it would lack some of them, and says so."""

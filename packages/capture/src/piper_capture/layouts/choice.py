@@ -436,6 +436,7 @@ def _shared_tokens(joint: Joint, indexes: Indexed, asked: Sequence[Sharding]) ->
 def _tokens(joint: Joint, indexes: Indexed) -> dict[Nested, bool]:
     """Return the tokens of values between chunks, and whether only tensors of the batch [rows, numbers] have them.
 
+    Tensors of the batch of more than three dimensions are pictures: their channels are tokens where nothing else is.
     Raises DirectiveError where no op tells them from the rows.
     """
     seen, exchanged, flat = dict[Nested, bool](), joint.exchanged, joint.flat
@@ -445,18 +446,24 @@ def _tokens(joint: Joint, indexes: Indexed) -> dict[Nested, bool]:
         nest = _within_rows(nest, joint.row_tokens) if node in flat else nest
         seen[nest] = features and seen.get(nest, True)
 
+    pictures = []
     for k, node in enumerate(joint.inputs):
         if (
             joint.kinds[k] in ("value", "batch")
             and node not in exchanged
             and len(indexes.tensors[node, 0]) > TOKENS
         ):
-            dims = indexes.tensors[node, 0]
-            see(node, dims, joint.kinds[k] == "batch" and len(dims) == TOKENS + 1)
+            dims, given = indexes.tensors[node, 0], joint.kinds[k] == "batch"
+            if given and len(dims) > TOKENS + 2:
+                pictures.append(node)
+            else:
+                see(node, dims, given and len(dims) == TOKENS + 1)
     for node in joint.outputs:
         dims = indexes.tensors[key_of(node)]
         if node not in exchanged and len(dims) > TOKENS:
             see(node, dims, False)
+    for node in () if any(seen) else pictures:
+        see(node, indexes.tensors[node, 0], False)
     return {nest: seen[nest] for nest in sorted(filter(None, seen), key=lambda n: n[0].number)}
 
 

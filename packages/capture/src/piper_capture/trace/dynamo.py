@@ -42,6 +42,7 @@ from piper_capture.trace.tracing import EXAMPLE_ROWS, Recorder, StepCall, follow
 from piper_capture.values.casts import Casts
 from piper_capture.values.concrete import line_of
 from piper_ir.ground.errors import CaptureError
+from piper_ir.ground.expert_tokens import counts_tokens
 from piper_ir.program.program import LossKind
 from piper_ops import BatchNorm, UnsupportedVariant, replace_portable
 
@@ -421,12 +422,12 @@ def _rewrites(
     """Return the buffers that forward replaced by another tensor (`self.count = self.count + 1`).
 
     One that no checkpoint has and that is not among those `read` (`self.aux_loss = ...`, for a caller to look at) is
-    left out: nothing depends on it.
+    left out: nothing depends on it. Counts of experts' tokens are read by the rank.
     """
     node_by_buffer: dict[str, fx.Node] = {}
     for name, tensor, persistent in named_tensors(model):
         if name in before and tensor is not before[name]:
-            if not persistent and name not in read:
+            if not (persistent or name in read or counts_tokens(name)):
                 continue
             node = recorder.node_of(tensor)
             if node is None:
