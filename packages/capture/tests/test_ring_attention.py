@@ -175,6 +175,12 @@ def test_what_is_refused() -> None:
     ):
         shared_by(case, [asked(2, "ring")])
 
+    def written_out(x: Tensor, w: Tensor) -> Tensor:
+        return F.dropout((x @ x.mT).softmax(-1), 0.1) @ x @ w
+
+    with pytest.raises(DirectiveError, match=r"^attention='ring': _softmax .*has the scores"):
+        shared_by(replace(case, function=written_out), [asked(2, "ring")])
+
 
 @pytest.mark.parametrize(
     ("degree", "way_out"),

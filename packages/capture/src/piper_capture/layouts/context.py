@@ -37,6 +37,7 @@ TOKENS, ELEMENTS = 1, 3
 STATISTICS = 2
 """The dimension of a logsumexp that holds the tokens."""
 ATTENTION = (piper.attention.default, piper.attention_dgrad.default)
+_SOFTMAX = (aten._softmax.default, aten._safe_softmax.default)
 HEADS, RING, GATHER = "heads", "ring", "gather"
 ZIGZAG, BLOCKS = "zigzag", "blocks"
 
@@ -48,12 +49,18 @@ def ordered(one: Sharding, joints: Iterable[Joint]) -> Sharding:
     """
     if one.attention == HEADS:
         return replace(one, order=one.order or BLOCKS)
-    ops = [n for joint in joints for n in joint.graph.nodes if n.target is piper.attention.default]
+    nodes = [n for joint in joints for n in joint.graph.nodes]
+    ops = [n for n in nodes if n.target is piper.attention.default]
     if not ops:
-        raise DirectiveError(
-            f"attention={one.attention!r}: the model has no attention that could be computed so; write it as "
-            'F.scaled_dot_product_attention, or use attention="heads"'
+        written = next(map(title, filter(_has_scores, nodes)), None)
+        cause = (
+            "the model has no attention that could be computed so; write it as F.scaled_dot_product_attention"
+            if written is None
+            else f"{written} has the scores of all tokens, as attention with dropout or with its weights returned has; "
+            "write it as F.scaled_dot_product_attention without dropout_p, or as nn.MultiheadAttention with "
+            "dropout=0 and need_weights=False"
         )
+        raise DirectiveError(f'attention={one.attention!r}: {cause}, or use attention="heads"')
     masked = next(
         (n for n in ops if _named(n).get("mask") is not None or _named(n).get("window")), None
     )
@@ -66,6 +73,11 @@ def ordered(one: Sharding, joints: Iterable[Joint]) -> Sharding:
         )
     causal = any(_named(n).get("is_causal") for n in ops)
     return replace(one, order=one.order or (ZIGZAG if causal else BLOCKS))
+
+
+def _has_scores(node: fx.Node) -> bool:
+    """Return whether a node is a softmax of more than a matrix, as of scores [rows, heads, tokens, tokens]."""
+    return node.target in _SOFTMAX and bool(node.meta["val"].shape[2:])
 
 
 def _named(node: fx.Node) -> dict[str, Any]:
