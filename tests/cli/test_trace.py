@@ -21,6 +21,9 @@ def test_the_command_compares_and_calibrates(recipe: Path, tmp_path: Path) -> No
     facts = json.loads(traced.stdout)
     assert facts["missing"] == [] and facts["step_s"]["measured"] > 0
     assert command("simulate", recipe, "--costs", costs).exit_code == 0
+    assert "--calibrate: no trace" not in traced.output
+    alone = command("trace", traces[0], "--job", recipe, "--calibrate", tmp_path / "alone.json")
+    assert alone.exit_code == 0 and "--calibrate: no trace is of rank 1 (pp1)" in alone.output
     fails(command("trace", *traces, "--calibrate", costs), "--calibrate", "--job FILE.py")
     wide = tmp_path / "wide.py"
     wide.write_text(

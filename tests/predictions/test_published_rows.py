@@ -211,8 +211,14 @@ def test_a_row_with_a_cell_that_cannot_be_read_is_refused_alone(tmp_path: Path) 
     assert predict(bad).columns()["dtype"] == "fp8"
     with pytest.raises(JobError, match="line 4: dtype is 'fp8'"):
         read_rows(file, "wrong")
-    write_rows(file, [TINY, {"case": ""}, {"case": "", "note": "half a row"}])
-    assert [bool(row.unread) for row in read_rows(file)] == [False, True]
+    write_rows(file, [TINY, {"case": ""}, {**TINY, "case": ""}])
+    assert [row.unread for row in read_rows(file)] == [
+        "",
+        "line 4: case is empty; give each row a name of its own",
+    ]
+    file.write_text("\n", encoding="utf-8")
+    with pytest.raises(JobError, match="the table is empty"):
+        read_rows(file)
 
 
 def test_readings_that_no_device_holds_are_left_out_and_what_was_filled_in_is_said() -> None:

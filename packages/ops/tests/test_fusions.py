@@ -3,6 +3,10 @@ and moves."""
 
 from __future__ import annotations
 
+import math
+import os
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -111,6 +115,27 @@ def test_compiled_kernels_are_found_on_disk() -> None:
     assert not (Counter(found) - before)["fxgraph_cache_bypass"]
 
 
+def test_a_kernel_left_unfinished_on_disk_is_compiled_again(tmp_path: Path) -> None:
+    """A full disk leaves empty files, which the system's loader refuses in each process that comes later."""
+    program = f"""
+import torch
+from piper_ops import compiled_fusion
+ones = [torch.ones(3, 7) for _ in range(2)]
+print(*compiled_fusion({GATED!r}, (((3, 7), "float32"),) * 2, "cpu")(ones)[0].unique().tolist())
+"""
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert float(done.stdout) == pytest.approx(1 / (1 + math.exp(-1)))
+        (kernel,) = tmp_path.rglob("*.main.so")
+        assert kernel.stat().st_size
+        kernel.write_bytes(b"")
+
+
 class Compiler:
     """Stand in for Inductor with its cache on disk; `compiled` counts the compilations."""
 
@@ -133,7 +158,9 @@ def test_of_ranks_that_start_together_one_compiles(
 
     def start() -> None:
         together.wait()
-        fusions._compiled.__wrapped__(GATED, (), "cpu")  # a process has a cache of its own
+        fusions._compiled.__wrapped__(
+            GATED, (), "cpu", fusions._settings()
+        )  # a process has a cache of its own
 
     threads = [Thread(target=start) for _ in range(ranks)]
     for thread in threads:
@@ -152,6 +179,27 @@ def test_kernels_are_told_apart_by_sizes_and_dtypes() -> None:
         given = drawn(*shape).to(getattr(torch, dtype))
         (out,) = call([given, given])
         assert (out.shape, out.dtype) == (shape, given.dtype)
+
+
+def test_a_fusion_follows_the_default_dtype() -> None:
+    """A quotient of integers is of that dtype."""
+    source = """def fusion(args):
+    a0, = args
+    args.clear()
+    quotient = torch.ops.aten.div.Tensor(a0, 3)
+    return (torch.ops.aten.mul.Tensor(quotient, 3e9),)
+"""
+    found = {}
+    try:
+        for default in (torch.float32, torch.float64):
+            torch.set_default_dtype(default)
+            form = lowered(source, (((5,), "int64"),), "cpu")
+            (out,) = compiled_fusion(source, (((5,), "int64"),), "cpu")([torch.arange(5)])
+            assert torch.equal(out, torch.arange(5) / 3 * 3e9) and out.dtype == default
+            found[default] = form.moved
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [*found.values()] == [(5 * (8 + 4),), (5 * (8 + 8),)]
 
 
 def test_a_fusion_without_inputs_compiles() -> None:

@@ -1,5 +1,7 @@
 """Clusters by name, and what is refused."""
 
+from pathlib import Path
+
 import pytest
 
 from packages.simulator.tests.toys import changed
@@ -59,6 +61,19 @@ def test_the_wrong_part_of_a_name_is_said(name: str, says: str) -> None:
         load_cluster(name)
     text = str(found.value)
     assert says in text and "Names are such as h100x8" in text and len(text) < 540, text
+
+
+def test_a_stacks_own_file_follows_built_in_devices(tmp_path: Path) -> None:
+    own = tmp_path / "Mine.toml"
+    own.write_text('base = "hopper-torch"\nsource = "ours"\nseen = 0.03\n', encoding="utf-8")
+    stack = load_cluster(f"H100x8*2@{own}").device.stack
+    built_in = load_cluster("h100x8*2@hopper-torch").device.stack
+    assert stack is not None and built_in is not None
+    assert (stack.name, stack.seen, stack.constants) == ("Mine", 0.03, built_in.constants)
+    with pytest.raises(ClusterError, match=r"cannot read the stack .*none\.toml"):
+        load_cluster(f"h100x8@{tmp_path / 'none.toml'}")
+    with pytest.raises(ClusterError, match=r"follows built-in devices, as in h100x8@mine\.toml"):
+        load_cluster(f"v100x8@{own}")
 
 
 def test_a_device_by_the_name_that_its_driver_has() -> None:

@@ -199,6 +199,8 @@ def read_rows(path: Path, only: str = "*") -> list[PublishedRow]:
         raise JobError(
             f"{path}: near line {numbered[min(reader.line_num, len(numbered) - 1)][0]}: {error}"
         ) from None
+    if not columns:
+        raise JobError(f"{path}: the table is empty; docs/accuracy.md lists its columns")
     missing = [name for name in _NEEDED if name not in columns]
     if missing and len(columns) == 1 and (mark := next((m for m in ";\t|" if m in columns[0]), "")):
         raise JobError(
@@ -272,6 +274,8 @@ def read_row(fields: Mapping[str, str | None], where: str = "row") -> PublishedR
     said |= {name: said[name].lower() for name in _WORDS}
     said["block"] = "measured" if said["block"].lower() == "measured" else said["block"]
     said["zero"] = said["zero"].removesuffix(".0")
+    if not said["case"]:
+        raise JobError(f"{where}: case is empty; give each row a name of its own")
     for name, words in _WORDS.items():
         if said[name] not in words:
             raise JobError(f"{where}: {name} is {said[name]!r}; accepted are {', '.join(words)}")

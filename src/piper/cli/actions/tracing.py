@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -27,7 +28,7 @@ from piper.views.trace_tables import (
     straggler_table,
 )
 from piper_ir.ground.codec import dumps
-from piper_ir.ground.errors import FormatError, JobError
+from piper_ir.ground.errors import FormatError, JobError, PiperWarning
 from piper_ir.program.costs import Origin
 from piper_ir.tools import machine_name, write_whole
 from piper_report import Table, write_chrome
@@ -142,11 +143,24 @@ class _Beside:
                     f"--calibrate: the trace is of another job or strategy: {'; '.join(found)}; give the file and "
                     f"parameters that ran"
                 )
+            self._tell_untraced()
             costs = measured_costs(self._plan, matched, self._model, self._cluster, self._origin())
             with writing(a.calibrate, "--calibrate"):
                 write_whole(a.calibrate, dumps(costs))
         if a.out is not None:
             self._save(made_folder(a.out), matched)
+
+    def _tell_untraced(self) -> None:
+        traced = {rank.rank for rank in self._ranks}
+        untraced = [r for r in self._plan.roles if not traced.intersection(r.ranks)]
+        if untraced:
+            ranks = ", ".join(f"{role.ranks[0]} ({role.role})" for role in untraced)
+            warnings.warn(
+                f"--calibrate: no trace is of {'rank' if len(untraced) == 1 else 'ranks'} {ranks}, or of one that runs "
+                f"the same: durations of what is only there stay formulas; give a trace of each",
+                PiperWarning,
+                stacklevel=2,
+            )
 
     def _save(self, folder: Path, matched: Matched) -> None:
         """Write plan, prediction and the measured spans as `piper run` does."""

@@ -103,15 +103,26 @@ def traced(function: Function, specs: Sequence[Spec], device: torch.device) -> t
 
 
 def compiled(function: Function, specs: Sequence[Spec], device: torch.device) -> Function:
-    """Return the compiled form of a function; compiled kernels are kept on disk by Inductor's own cache."""
+    """Return the compiled form of a function; compiled kernels are kept on disk by Inductor's own cache.
+
+    Kernels that were left unfinished there, as by a full disk, are compiled again.
+    """
     _find_vector_instructions()
-    module, arguments, mode = traced(function, specs, device)
-    context = TracingContext(mode)  # without one, Inductor's cache is not asked
-    with inductor_config.patch(SETTINGS), tracing(context):
-        result: Any = compile_fx.compile_fx_inner(module, arguments, is_inference=True)
-    call: Function = getattr(result, "current_callable", None) or result
-    _show_allocations(call)
-    return call
+    while True:
+        module, arguments, mode = traced(function, specs, device)
+        context = TracingContext(mode)  # without one, Inductor's cache is not asked
+        try:
+            with inductor_config.patch(SETTINGS), tracing(context):
+                result: Any = compile_fx.compile_fx_inner(module, arguments, is_inference=True)
+        except ImportError as error:  # of the system's loader, which names the file
+            kernel = Path(error.path or "")
+            if kernel.suffix != ".so" or cache_folder().resolve() not in kernel.resolve().parents:
+                raise
+            kernel.unlink()
+            continue
+        call: Function = getattr(result, "current_callable", None) or result
+        _show_allocations(call)
+        return call
 
 
 def _show_allocations(call: Any) -> None:

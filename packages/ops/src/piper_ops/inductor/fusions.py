@@ -21,6 +21,9 @@ from piper_ops.ground.library import LIBRARY
 if TYPE_CHECKING:
     from piper_ops.inductor._torch_inductor import Function, Spec
 
+TorchSettings = tuple[torch.dtype, bool]
+"""The default dtype, and whether torch's algorithms are deterministic."""
+
 
 @dataclass(frozen=True)
 class FusionForm:
@@ -49,12 +52,24 @@ def loaded(source: str, device: torch.device) -> Function:
     return function
 
 
-@lru_cache(maxsize=4096)
 def lowered(source: str, specs: tuple[Spec, ...], device: str) -> FusionForm:
     """Return the compiled form of a fusion for arguments of these specs; nothing is compiled.
 
     A CUDA device's form needs a CUDA device, whose properties decide it.
     """
+    return _lowered(source, specs, device, _settings())
+
+
+def _settings() -> TorchSettings:
+    """Return the settings of this process that decide results or kernels of one text: a quotient of integers is one.
+
+    The key of Inductor's cache on disk has them, too.
+    """
+    return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+
+
+@lru_cache(maxsize=4096)
+def _lowered(source: str, specs: tuple[Spec, ...], device: str, _: TorchSettings) -> FusionForm:
     from piper_ops.inductor._torch_inductor import Launches, traced, written
 
     module, arguments, _ = traced(loaded(source, torch.device(device)), specs, torch.device(device))
@@ -79,15 +94,17 @@ def compiled_fusion(source: str, specs: Sequence[Spec], device: str | torch.devi
     and Inductor's cache on disk keeps the kernels for other processes: of ranks that start together one compiles, and
     the others wait for it. It raises RuntimeError for arguments of other dtypes.
     """
-    return _compiled(source, tuple(specs), str(device))
+    return _compiled(source, tuple(specs), str(device), _settings())
 
 
 @lru_cache(maxsize=4096)
-def _compiled(source: str, specs: tuple[Spec, ...], device: str) -> Function:
+def _compiled(
+    source: str, specs: tuple[Spec, ...], device: str, settings: TorchSettings
+) -> Function:
     from piper_ops.inductor._torch_inductor import cache_folder, compiled
 
     where = torch.device(device)
-    key = sha256(f"{source} {specs} {device}".encode()).hexdigest()[:32]
+    key = sha256(f"{source} {specs} {device} {settings}".encode()).hexdigest()[:32]
     with FileLock(cache_folder() / f"piper-{key}.lock"):
         return _checked(compiled(loaded(source, where), specs, where), specs)
 

@@ -269,8 +269,8 @@ def _parsed(path: Path) -> Any:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         advice = "docs/clusters.md shows how one is written"
-        if "@" in path.name:
-            advice += ", and a kernel stack of your own in its [stacks.NAME], which is then @NAME"
+        if "@" in str(path):
+            advice += "; a stack's own file follows built-in devices, as in h100x8@mine.toml"
         raise ClusterError(unread("the cluster file", path, e, advice)) from None
     try:
         return (

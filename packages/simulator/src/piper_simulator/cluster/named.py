@@ -2,8 +2,8 @@
 
 A built-in cluster is named `<device>:<per node>[*<nodes>][@<stack>]`, e.g. `h100-80g-sxm:8*4`; `h100x8` and `h100x8*4`
 are short. `a100x8*2+h100x8*2` is two nodes of one device and then two of another. `h100x8@eager` uses published facts
-about eager PyTorch's kernels. Devices are files in the folder data/, in the format of
-`piper_simulator.cluster.cluster_file`, each constant with its source.
+about eager PyTorch's kernels, and `h100x8@mine.toml` a stack's own file. Devices are files in the folder data/, in the
+format of `piper_simulator.cluster.cluster_file`, each constant with its source.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from piper_simulator.cluster.cluster_file import read_cluster
 from piper_simulator.cluster.device import CPU, FLOAT8, Device
 from piper_simulator.cluster.network import Links
 from piper_simulator.cluster.software import with_stack
-from piper_simulator.cluster.stacks import STACKS
+from piper_simulator.cluster.stacks import STACKS, read_software
 from piper_simulator.cluster.wrong_names import unknown_cluster
 
 T = TypeVar("T", Device, Links)
@@ -138,27 +138,39 @@ def product_cluster(product: str, count: int) -> Cluster:
 def load_cluster(name: str | Path) -> Cluster:
     """Return a cluster by name (see the module), or from a file: a Path, or text that ends in .toml or .json.
 
-    Raises ClusterError for an unknown name, with its wrong part and the nearest one, and for a file that is not right,
-    with its keys.
+    Raises ClusterError for an unknown name, with its wrong part and the nearest one, and for a file of a cluster or a
+    stack that is not right, with its keys.
     """
     if not isinstance(name, str | Path):
         raise ClusterError(
             f"a {type(name).__name__} names no cluster; a name such as h100x8, or the path of a "
             f"cluster file, is needed"
         )
-    if isinstance(name, Path) or name.strip().lower().endswith(FILES):
-        return read_cluster(Path(name), DEVICES)
-    text = name.strip().lower()
-    if text == CPU:
+    if isinstance(name, Path):
+        return read_cluster(name, DEVICES)
+    text = name.strip()
+    if text.lower() == CPU:
         return cpu_local()
-    places, _, stack = text.partition("@")
-    parts = [_nodes(place, stack) for place in places.split("+")]
-    if (not stack or stack in STACKS) and None not in parts and not text.endswith("@"):
-        return Cluster.joined([part for part in parts if part is not None])
-    raise ClusterError(unknown_cluster(name, DEVICES, ALIASES))
+    places, at, stack = text.partition("@")
+    named = _places(places.lower())
+    if text.lower().endswith(FILES):
+        if named is None or not stack or Path(text).exists():
+            return read_cluster(Path(name), DEVICES)
+        return with_stack(named, read_software(Path(stack), STACKS))
+    stack = stack.lower()
+    if named is None or (at and stack not in STACKS):
+        raise ClusterError(unknown_cluster(name, DEVICES, ALIASES))
+    return with_stack(named, STACKS[stack]) if at else named
 
 
-def _nodes(text: str, stack: str) -> Cluster | None:
+def _places(text: str) -> Cluster | None:
+    """Return the nodes of built-in devices by name, joined by "+", or None for an unknown name."""
+    parts = [_nodes(place) for place in text.split("+")]
+    known = [part for part in parts if part is not None]
+    return Cluster.joined(known) if len(known) == len(parts) else None
+
+
+def _nodes(text: str) -> Cluster | None:
     """Return the nodes of one built-in device by name, or None for an unknown name."""
     match = re.fullmatch(r"([a-z][a-z0-9-]*?)[:x]([1-9]\d*)(?:\*([1-9]\d*))?", text)
     device = ALIASES.get(match[1], match[1]) if match is not None else ""
@@ -167,5 +179,4 @@ def _nodes(text: str, stack: str) -> Cluster | None:
     counts = (match[2], match[3] or "1")
     if any(len(count) > MOST_DIGITS for count in counts):
         raise ClusterError(f"cluster {text[:KEPT]}...: at most {MOST_RANKS} devices are accepted")
-    named = DEVICES[device].cluster(per_node=int(counts[0]), nodes=int(counts[1]))
-    return named if not stack or stack not in STACKS else with_stack(named, STACKS[stack])
+    return DEVICES[device].cluster(per_node=int(counts[0]), nodes=int(counts[1]))
