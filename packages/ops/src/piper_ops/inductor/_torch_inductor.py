@@ -108,6 +108,7 @@ def compiled(function: Function, specs: Sequence[Spec], device: torch.device) ->
     Kernels that were left unfinished there, as by a full disk, are compiled again.
     """
     _find_vector_instructions()
+    removed: set[Path] = set()
     while True:
         module, arguments, mode = traced(function, specs, device)
         context = TracingContext(mode)  # without one, Inductor's cache is not asked
@@ -115,10 +116,12 @@ def compiled(function: Function, specs: Sequence[Spec], device: torch.device) ->
             with inductor_config.patch(SETTINGS), tracing(context):
                 result: Any = compile_fx.compile_fx_inner(module, arguments, is_inference=True)
         except ImportError as error:  # of the system's loader, which names the file
-            kernel = Path(error.path or "")
-            if kernel.suffix != ".so" or cache_folder().resolve() not in kernel.resolve().parents:
+            kernel = Path(error.path or "").resolve()
+            own = kernel.suffix == ".so" and cache_folder().resolve() in kernel.parents
+            if not own or kernel in removed:  # as where nothing in the cache's folder may run
                 raise
-            kernel.unlink()
+            removed.add(kernel)
+            kernel.unlink(missing_ok=True)
             continue
         call: Function = getattr(result, "current_callable", None) or result
         _show_allocations(call)
