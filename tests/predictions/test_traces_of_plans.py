@@ -5,6 +5,7 @@ The traces are those of simulated steps, written as torch's profiler writes them
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +16,10 @@ from packages.traces.tests.kineto_files import KinetoFile
 from piper_compiler.directives import Directive
 from piper_ir.ground.errors import FormatError
 from piper_ir.plan.plan import Plan
-from piper_ir.program.costs import Origin
+from piper_ir.program.costs import Duration, HostCosts, Origin
 from piper_ir.program.ops import COMM, message_op
 from piper_simulator import DeviceModel, Simulation, load_cluster, model_for
-from piper_traces import match_messages, match_ranges, measured_costs, read_ranks
+from piper_traces import Matched, match_messages, match_ranges, measured_costs, read_ranks
 from tests.helpers import shared_jobs
 from tests.helpers.slow_devices import slow_devices
 
@@ -102,6 +103,49 @@ def test_a_long_instruction_and_the_time_between_them_count(tmp_path: Path) -> N
     assert costs.host is not None and costs.host.issue_s == pytest.approx(500e-6)
     assert piper.simulate(plan, on, costs=costs).step_s == pytest.approx(at / 1e6, rel=0.03)
     assert at / 1e6 > 1.5 * predicted.step_s
+
+
+def _without_host(plan: Plan, simulated: Simulation, host: HostCosts) -> Matched:
+    """Return the spans of a simulated step as a trace has them: the host's time lies between instructions."""
+    issued: Counter[int] = Counter()
+    spans = []
+    for span in sorted(simulated.trace.spans, key=lambda s: (s.rank, s.instr)):
+        if plan.role_of(span.rank).program[span.instr].comm:
+            issued[span.rank] += 1
+        else:
+            own = host.issue_s + issued.pop(span.rank, 0) * host.comm_s
+            span = replace(span, start=span.start + own)
+        spans.append(span)
+    return Matched(replace(simulated.trace, spans=tuple(spans)), simulated.step_s, (), ())
+
+
+def test_a_loss_slower_than_predicted_and_the_issue_of_messages_count() -> None:
+    directives = piper.recipes.one_f_one_b(pp=2, microbatches=4)
+    plan = piper.compile(shared_jobs.job("gpt"), piper.Strategy(piper.Mesh(pp=2), directives)).plan
+    on = load_cluster("cpu-local")
+    model = model_for(plan, on, None, DeviceModel)
+    free = HostCosts(0.0, 0.0)
+    first = measured_costs(
+        plan, _without_host(plan, piper.simulate(plan, on), free), model, on, ORIGIN
+    )
+    host = HostCosts(20e-6, 200e-6)
+    slow = replace(
+        first,
+        host=host,
+        steps=tuple(
+            replace(s, duration=Duration(s.duration.seconds * (20 if s.chunk == "root.1" else 1)))
+            for s in first.steps
+        ),
+    )
+    ran = piper.simulate(plan, on, costs=slow)
+    found = measured_costs(plan, _without_host(plan, ran, host), model, on, ORIGIN)
+    assert found.host is not None
+    assert found.host.issue_s == pytest.approx(host.issue_s)
+    assert found.host.comm_s == pytest.approx(host.comm_s, rel=0.05)
+    of_loss = [[s for s in c.steps if (s.chunk, s.step) == ("root.1", "F")] for c in (slow, found)]
+    planned, measured = (s.duration.seconds for (s,) in of_loss)
+    assert measured == pytest.approx(planned, rel=0.1)
+    assert piper.simulate(plan, on, costs=found).step_s == pytest.approx(ran.step_s, rel=0.01)
 
 
 def test_messages_alone_match_a_plan(plan: Plan, predicted: Simulation, tmp_path: Path) -> None:
