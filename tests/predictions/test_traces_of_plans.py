@@ -148,6 +148,18 @@ def test_a_loss_slower_than_predicted_and_the_issue_of_messages_count() -> None:
     assert piper.simulate(plan, on, costs=found).step_s == pytest.approx(ran.step_s, rel=0.01)
 
 
+def test_the_slowest_of_equal_ranks_decides() -> None:
+    directives = piper.recipes.data_parallel(over=("dp",), zero=1)
+    strategy = piper.Strategy(piper.Mesh(dp=2), directives)
+    plan, on = piper.compile(shared_jobs.job("gpt"), strategy).plan, slow_devices("h100x8")
+    ran = piper.simulate(plan, replace(on, slow_ranks={1: 1.2}), contention=False)
+    matched = Matched(ran.trace, ran.step_s, (), ())
+    costs = measured_costs(plan, matched, model_for(plan, on, None, DeviceModel), on, ORIGIN)
+    again = piper.simulate(plan, on, costs=costs, contention=False)
+    assert again.step_s == pytest.approx(ran.step_s, rel=0.03)
+    assert piper.simulate(plan, on, contention=False).step_s < 0.9 * ran.step_s
+
+
 def test_messages_alone_match_a_plan(plan: Plan, predicted: Simulation, tmp_path: Path) -> None:
     ranks = read_ranks(written(plan, predicted, tmp_path, named=False))
     model = model_for(plan, CLUSTER, None, DeviceModel)

@@ -39,9 +39,10 @@ def measured_costs(
     """Return the durations of steps, other ops and messages, each the mean of its measurements.
 
     With means the same strategy takes the measured time again, a rare long instruction included; medians leave it out.
-    An instruction of several parts is shared out among them (`_fitted`). The messages inside of a step are taken off as
-    the model predicts them, since costs of steps are without these. A message lasts from the last arrival of a rank to
-    its end.
+    Of the ranks of a role the one that computes longest counts, since the others wait for it where their gradients are
+    reduced. An instruction of several parts is shared out among them (`_fitted`). The messages inside of a step are
+    taken off as the model predicts them, since costs of steps are without these. A message lasts from the last arrival
+    of a rank to its end.
 
     Raises FormatError if no instruction was measured.
     """
@@ -51,8 +52,9 @@ def measured_costs(
     measured: dict[tuple[_Key, ...], list[float]] = defaultdict(list)
     predicted: dict[_Key, list[float]] = defaultdict(list)
     chunk_of: dict[_Key, str] = {}
+    slowest = _slowest(plan, matched)
     for role, instr, span in _spans(plan, matched):
-        if isinstance(instr.parts[0].op, COMM):
+        if instr.comm or span.rank not in slowest:
             continue
         keys: list[_Key] = []
         inside = 0.0
@@ -80,6 +82,15 @@ def measured_costs(
         host=_host(plan, matched) if cluster.synchronous else None,
         origin=origin,
     )
+
+
+def _slowest(plan: Plan, matched: Matched) -> set[int]:
+    """Return for each role the rank that computes longest."""
+    computes: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for role, instr, span in _spans(plan, matched):
+        if not instr.comm:
+            computes[role.role][span.rank] += span.end - span.start
+    return {max(of, key=of.__getitem__) for of in computes.values()}
 
 
 def _fitted(
