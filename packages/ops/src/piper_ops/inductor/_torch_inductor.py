@@ -25,6 +25,7 @@ from torch import Tensor, fx
 from torch._C import _len_torch_dispatch_stack
 from torch._guards import TracingContext, tracing
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.exc import InductorError
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._subclasses import FakeTensorMode
@@ -105,7 +106,7 @@ def traced(function: Function, specs: Sequence[Spec], device: torch.device) -> t
 def compiled(function: Function, specs: Sequence[Spec], device: torch.device) -> Function:
     """Return the compiled form of a function; compiled kernels are kept on disk by Inductor's own cache.
 
-    Kernels that were left unfinished there, as by a full disk, are compiled again.
+    Kernels that were left unfinished there, as by a full disk or the end of a process, are compiled again.
     """
     _find_vector_instructions()
     removed: set[Path] = set()
@@ -115,8 +116,11 @@ def compiled(function: Function, specs: Sequence[Spec], device: torch.device) ->
         try:
             with inductor_config.patch(SETTINGS), tracing(context):
                 result: Any = compile_fx.compile_fx_inner(module, arguments, is_inference=True)
-        except ImportError as error:  # of the system's loader, which names the file
-            kernel = Path(error.path or "").resolve()
+        except (ImportError, InductorError) as error:  # of a kept graph, or of one made anew
+            refused = error.inner_exception if isinstance(error, InductorError) else error
+            if not isinstance(refused, ImportError):
+                raise
+            kernel = Path(refused.path or "").resolve()  # as the system's loader names it
             own = kernel.suffix == ".so" and cache_folder().resolve() in kernel.parents
             if not own or kernel in removed:  # as where nothing in the cache's folder may run
                 raise
